@@ -1,0 +1,187 @@
+// The main loop of every projection: partial sums of y[b, n] = sum_k x[b, k] * w[n, k] for eight rows n and b < 16.
+//
+// The tensor cores take x as the 16-row operand and eight weight rows as the 8-column one, so a batch of 1 to 16 costs the
+// same weight traffic and a tile can be as fine as eight rows. Cost of a tile: 16 * k bytes of weights, 16 * batch * k flops.
+//
+// The order of a sum is fixed by k alone: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …; within a block,
+// step s of four adds into accumulator s; then ((a0 + a1) + (a2 + a3)) per warp, and the warps in index order.
+//
+// Shared-memory rows are padded by 64 bytes: the quarter-warp that reads 16 bytes a lane covers two rows of 64 bytes.
+#pragma once
+
+#include "core/ring.cuh"
+#include "core/team.cuh"
+
+namespace cuk {
+
+constexpr int kTileRows = 8;       // weight rows of one tile
+constexpr int kBlockK = 64;        // columns that a warp takes at a time
+constexpr int kSegmentK = 256;     // columns whose squares one warp sums while it stages x
+constexpr int kPadBytes = 64;
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// kBatchHalves: 1 for batch <= 8, else 2. kStreamX: x does not fit in shared memory and comes through the ring with the
+// weights. kChunkK: columns of one ring stage.
+template <int kBatchHalves, bool kStreamX, int kChunkK>
+struct Matvec {
+  static_assert(kBatchHalves == 1 || kBatchHalves == 2, "the tensor-core tile holds 8 or 16 rows of x");
+  static_assert(kChunkK % (kBlockK * kTeamWarps) == 0, "a stage must hold whole rounds of the team's four warps");
+  static constexpr int kMaxBatch = 8 * kBatchHalves;
+  static constexpr int kPitch = kChunkK * 2 + kPadBytes;
+  static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
+  static constexpr bool kHasDependentLoads = kStreamX;
+
+  // Team scratch: two buffers of partial sums [warp][batch][row], used by alternate tiles; then 1 / rms [batch].
+  static constexpr int kPartials = kTeamWarps * kMaxBatch * kTileRows;
+  static __device__ float* partials(char* scratch, int iteration) {
+    return reinterpret_cast<float*>(scratch) + (iteration & 1) * kPartials;
+  }
+  static __device__ float* inverse_rms(char* scratch) { return reinterpret_cast<float*>(scratch) + 2 * kPartials; }
+
+  // Crew's shared memory: x [batch][x_pitch], then the sums of squares [batch][segments].
+  static __device__ int x_pitch(int k) { return round_up(k, kBlockK) * 2 + kPadBytes; }
+
+  // ---- producer: chunk c of the tile's rows; row(r) is the weight row of tile row r, or -1 where there is none ----
+  static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
+  static __device__ u32 columns_bytes(int k, int chunk) { return 2u * static_cast<u32>(min(kChunkK, k - chunk * kChunkK)); }
+  static __device__ u32 chunk_bytes(int num_rows, int batch, int k, int chunk) {
+    return columns_bytes(k, chunk) * static_cast<u32>(num_rows + (kStreamX ? batch : 0));
+  }
+  static __device__ void load_weights(const Filling& filling, const bf16* w, int row, int k, int chunk) {
+    if (filling.lane < kTileRows && row >= 0)
+      filling.copy(filling.lane * kPitch, w + static_cast<size_t>(row) * k + chunk * kChunkK, columns_bytes(k, chunk));
+  }
+  static __device__ void load_x(const Filling& filling, const bf16* x, int batch, int k, int chunk) {
+    if (filling.lane < batch)
+      filling.copy((kTileRows + filling.lane) * kPitch, x + static_cast<size_t>(filling.lane) * k + chunk * kChunkK,
+                   columns_bytes(k, chunk));
+  }
+
+  // ---- crew: x into shared memory, times the norm's weight where there is one, and the squares of x summed ----
+  // The product is rounded to bf16 once; 1 / rms multiplies the finished sums instead of every element.
+  template <bool kNorm, class Policy>
+  static __device__ void stage_x(const bf16* x, const bf16* norm, int batch, int k, char* shared, const Crew& crew,
+                                 Policy& policy) {
+    const int units = ceil_div(k, kSegmentK) * kWarpSize;  // 16-byte units of a row, in whole warps
+    const int pitch = x_pitch(k);
+    float* squares = reinterpret_cast<float*>(shared + batch * pitch);
+    Vec16 weight{};
+    int unit = crew.thread % units;
+    if (kNorm && unit * 8 < k) weight = load_constant(norm + unit * 8);
+    policy.wait();
+    for (int i = crew.thread; i < batch * units; i += crew.num_threads) {
+      const int row = i / units;
+      unit = i - row * units;
+      const bool inside = unit * 8 < k;
+      Vec16 v{};
+      if (inside) v = *reinterpret_cast<const Vec16*>(x + static_cast<size_t>(row) * k + unit * 8);
+      if (kNorm) {
+        if (i != crew.thread && inside) weight = load_constant(norm + unit * 8);
+        float sum = 0.f;
+        v.x = scale_and_square(v.x, weight.x, sum);
+        v.y = scale_and_square(v.y, weight.y, sum);
+        v.z = scale_and_square(v.z, weight.z, sum);
+        v.w = scale_and_square(v.w, weight.w, sum);
+#pragma unroll
+        for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
+        if (unit % kWarpSize == 0) squares[row * (units / kWarpSize) + unit / kWarpSize] = sum;
+      }
+      if (inside) *reinterpret_cast<Vec16*>(shared + row * pitch + unit * 16) = v;
+    }
+    crew.sync();
+  }
+
+  // 1 / rms of each row of x, from the staged sums, into team scratch; the tile's barrier makes it visible to the team.
+  static __device__ void reduce_squares(int batch, int k, float eps, const char* shared, char* scratch, const Team& team) {
+    if (team.thread >= batch) return;
+    const int segments = ceil_div(k, kSegmentK);
+    const float* squares = reinterpret_cast<const float*>(shared + batch * x_pitch(k)) + team.thread * segments;
+    float sum = 0.f;
+#pragma unroll 4
+    for (int i = 0; i < segments; ++i) sum += squares[i];
+    inverse_rms(scratch)[team.thread] = __frsqrt_rn(__fdiv_rn(sum, static_cast<float>(k)) + eps);
+  }
+
+  // What a projection does once an op: x staged, or merely waited for when it comes through the ring.
+  template <bool kNorm, class Policy>
+  static __device__ void prepare_x(const bf16* x, const bf16* norm, int batch, int k, float eps, const Crew& crew,
+                                   const Team& team, char* shared, char* scratch, Policy& policy) {
+    static_assert(!(kNorm && kStreamX), "a streamed x is normalised by an op of its own");
+    if constexpr (kStreamX) {
+      policy.wait();
+    } else {
+      stage_x<kNorm>(x, norm, batch, k, shared, crew, policy);
+      if constexpr (kNorm) reduce_squares(batch, k, eps, shared, scratch, team);
+    }
+  }
+
+  // ---- team: the tile's sums. Returns y of (batch = thread / 8, tile row = thread % 8), for threads < 8 * kMaxBatch ----
+  static __device__ float sums(RingConsumer& ring, const Team& team, int batch, int k, const char* shared, char* scratch,
+                               int iteration) {
+    const int lane = team.lane(), warp = team.warp();
+    const int g = lane / 4, t = lane % 4;
+    const int resident_pitch = x_pitch(k);
+    float acc[4][4] = {};
+    const int chunks = num_chunks(k);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const char* stage = ring.wait();
+      const char* x_rows = kStreamX ? stage + kTileRows * kPitch : shared + chunk * (kChunkK * 2);
+      const int pitch = kStreamX ? kPitch : resident_pitch;
+#pragma unroll
+      for (int j = 0; j < kBlocksPerWarp; ++j) {
+        const int block = warp + j * kTeamWarps;
+        const int left = k - chunk * kChunkK - block * kBlockK - t * 8;  // columns from this lane's first to the row's end
+        const int offset = block * (kBlockK * 2) + t * 16;
+        Vec16 w[2], x[kBatchHalves][2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool inside = left > half * 32;
+          w[half] = inside ? *reinterpret_cast<const Vec16*>(stage + g * kPitch + offset + half * 64) : Vec16{};
+#pragma unroll
+          for (int h = 0; h < kBatchHalves; ++h)
+            if (inside && g + 8 * h < batch)
+              x[h][half] = *reinterpret_cast<const Vec16*>(x_rows + (g + 8 * h) * pitch + offset + half * 64);
+        }
+        constexpr int kHigh = kBatchHalves - 1;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Vec16& high = x[kHigh][half];
+          mma_k16(acc[2 * half], x[0][half].x, kHigh ? high.x : 0u, x[0][half].y, kHigh ? high.y : 0u, w[half].x, w[half].y);
+          mma_k16(acc[2 * half + 1], x[0][half].z, kHigh ? high.z : 0u, x[0][half].w, kHigh ? high.w : 0u, w[half].z,
+                  w[half].w);
+        }
+      }
+      ring.release(lane);
+    }
+    float* partial = partials(scratch, iteration);
+#pragma unroll
+    for (int h = 0; h < kBatchHalves; ++h) {
+      float2 pair;
+      pair.x = (acc[0][2 * h] + acc[1][2 * h]) + (acc[2][2 * h] + acc[3][2 * h]);
+      pair.y = (acc[0][2 * h + 1] + acc[1][2 * h + 1]) + (acc[2][2 * h + 1] + acc[3][2 * h + 1]);
+      if (g + 8 * h < batch)
+        *reinterpret_cast<float2*>(partial + (warp * kMaxBatch + g + 8 * h) * kTileRows + 2 * t) = pair;
+    }
+    team.sync();
+    float sum = 0.f;
+    if (team.thread < kTileRows * batch) {
+      constexpr int kStride = kMaxBatch * kTileRows;
+      sum = ((partial[team.thread] + partial[kStride + team.thread]) + partial[2 * kStride + team.thread]) +
+            partial[3 * kStride + team.thread];
+    }
+    return sum;
+  }
+
+ private:
+  static __device__ u32 scale_and_square(u32 x, u32 weight, float& sum) {
+    const float low = low_to_float(x), high = high_to_float(x);
+    sum = fmaf(low, low, sum);
+    sum = fmaf(high, high, sum);
+    return pack_bf16(low * low_to_float(weight), high * high_to_float(weight));
+  }
+};
+
+}  // namespace cuk

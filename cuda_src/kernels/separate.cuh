@@ -1,0 +1,135 @@
+// One op as one kernel: the driver of the runs stream, graph and pdl.
+//
+// A CTA holds kTeams teams, each a ring with its own producer warp and four consumer warps; team i of CTA c takes tasks
+// i * grid + c, then every grid * kTeams-th. With kPdl, the producers fill their rings with what no kernel of this step writes,
+// while the consumers wait for the kernels before; everything a task writes it writes after that wait.
+#pragma once
+
+#include "core/ring.cuh"
+#include "core/team.cuh"
+
+namespace cuk {
+
+// Where the kernel lets its successor start: at once, after its last load is issued, or after its last store.
+enum class Trigger { kStart, kLoads, kEnd };
+
+struct LaunchArgs {
+  int num_tasks;
+  int num_stages;     // of each team's ring
+  int stage_bytes;    // multiple of 128
+  int shared_bytes;   // staged operands of the CTA, multiple of 128
+  int scratch_bytes;  // of each team, multiple of 128
+  int prefetch;       // stages that may load before the wait
+};
+
+template <bool kPdl>
+struct SeparatePolicy {
+  bool waited = false;
+  __device__ void wait() {
+    if (kPdl && !waited) griddepcontrol_wait();
+    waited = true;
+  }
+};
+
+// Walks the chunks of a team's tasks in order.
+template <class Task>
+struct ChunkCursor {
+  const typename Task::Args& args;
+  int num_tasks, stride, task;
+  int chunk = 0, num_chunks = 0;
+
+  __device__ ChunkCursor(const typename Task::Args& args, int num_tasks, int first, int stride)
+      : args(args), num_tasks(num_tasks), stride(stride), task(first) {
+    if (task < num_tasks) num_chunks = Task::num_chunks(args, task);
+    skip_empty();
+  }
+  __device__ bool done() const { return task >= num_tasks; }
+  __device__ void advance() {
+    ++chunk;
+    skip_empty();
+  }
+
+ private:
+  __device__ void skip_empty() {
+    while (task < num_tasks && chunk >= num_chunks) {
+      task += stride;
+      chunk = 0;
+      if (task < num_tasks) num_chunks = Task::num_chunks(args, task);
+    }
+  }
+};
+
+template <class Task, class Policy>
+__device__ void produce(const typename Task::Args& args, const LaunchArgs& launch, const Ring& ring, int first, int stride,
+                        int lane, Policy& policy) {
+  RingProducer producer{ring, {}};
+  ChunkCursor<Task> at(args, launch.num_tasks, first, stride);
+  const int ahead = min(launch.prefetch, launch.num_stages);
+  if constexpr (Task::kHasDependentLoads) {
+    // The independent halves of the first stages, the wait, then their dependent halves.
+    ChunkCursor<Task> behind = at;
+    RingProducer late = producer;
+    int early = 0;
+    for (; early < ahead && !at.done(); ++early, at.advance())
+      Task::load_independent(args, at.task, at.chunk, producer.acquire(lane, Task::chunk_bytes(args, at.task, at.chunk)));
+    policy.wait();
+    for (; early > 0; --early, behind.advance()) {
+      Task::load_dependent(args, behind.task, behind.chunk, late.here(lane));
+      late.at.advance(ring.num_stages);
+    }
+  }
+#pragma unroll 1
+  for (int issued = 0; !at.done(); ++issued, at.advance()) {
+    if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
+    const Filling filling = producer.acquire(lane, Task::chunk_bytes(args, at.task, at.chunk));
+    Task::load_independent(args, at.task, at.chunk, filling);
+    Task::load_dependent(args, at.task, at.chunk, filling);
+  }
+}
+
+template <class Task, int kTeams, bool kPdl, Trigger kTrigger>
+__device__ void separate(const typename Task::Args& args, const LaunchArgs& launch) {
+  static_assert(kTeams >= 1 && kTeams <= kMaxTeams, "more teams than a CTA has threads for");
+  extern __shared__ __align__(128) char smem[];
+  constexpr int kConsumers = kTeams * kTeamThreads;
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool is_consumer = thread < kConsumers;
+  const int index = is_consumer ? thread / kTeamThreads : (thread - kConsumers) / kWarpSize;
+
+  const int barrier_bytes = (kTeams * launch.num_stages * 16 + 127) / 128 * 128;
+  char* shared = smem + barrier_bytes;
+  char* scratch = shared + launch.shared_bytes + index * launch.scratch_bytes;
+  char* stages = shared + launch.shared_bytes + kTeams * launch.scratch_bytes;
+  u64* barriers = reinterpret_cast<u64*>(smem) + index * 2 * launch.num_stages;
+  const Ring ring{stages + static_cast<size_t>(index) * launch.num_stages * launch.stage_bytes, barriers,
+                  barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
+  if (!is_consumer && thread % kWarpSize == 0) {
+    Ring(ring).init(kTeamWarps);
+    fence_mbarrier_init();
+  }
+  if (kPdl && kTrigger == Trigger::kStart && thread == 0) griddepcontrol_launch_dependents();
+  __syncthreads();
+
+  const int stride = static_cast<int>(gridDim.x) * kTeams;
+  const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  SeparatePolicy<kPdl> policy;
+  if (!is_consumer) {
+    produce<Task>(args, launch, ring, first, stride, thread % kWarpSize, policy);
+    if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();
+    return;
+  }
+  const Team team{index, thread % kTeamThreads};
+  RingConsumer consumer{ring, {}};
+  Task::prepare(args, Crew{thread, kConsumers}, team, shared, scratch, policy);
+  int iteration = 0;
+#pragma unroll 1
+  for (int task = first; task < launch.num_tasks; task += stride, ++iteration) {
+    Task::consume(args, task, consumer, team, shared, scratch, iteration);
+    if constexpr (Task::kMerges)
+      if (last_arrival(team, Task::arrivals(args, task), Task::num_siblings(args), reinterpret_cast<u32*>(scratch)))
+        Task::merge(args, task, team, scratch);
+  }
+  if (kPdl && kTrigger == Trigger::kEnd) griddepcontrol_launch_dependents();
+}
+
+}  // namespace cuk

@@ -1,0 +1,80 @@
+// next[b] = the lowest i with logits[b, i] = max_j logits[b, j].   logits: [batch, vocab] float   next: [batch].   4 * vocab bytes a row.
+// One task: 1024 logits of one row; the last of a row's tasks to arrive merges their winners in index order. NaN never wins;
+// a row of nothing but NaN or -inf gives 0.
+#pragma once
+
+#include "core/ringless.cuh"
+
+namespace cuk {
+
+struct Argmax : Ringless {
+  static constexpr bool kMerges = true;
+  static constexpr int kSegment = 1024;
+
+  struct Args {
+    const float* logits;
+    float* best;       // [batch, segments]
+    int* best_index;   // [batch, segments]
+    u32* arrivals;     // [batch]
+    int* next;
+    int vocab, segments;
+  };
+
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch, int) {
+    const int row = task / a.segments, first = task % a.segments * kSegment;
+    const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
+    const int end = min(first + kSegment, a.vocab);
+    float best = -infinity();
+    int index = 0x7fffffff;
+#pragma unroll
+    for (int i = 0; i < kSegment / kTeamThreads; ++i) {
+      const int at = first + i * kTeamThreads + team.thread;
+      if (at < end) take(best, index, logits[at], at);
+    }
+    reduce(best, index, team, scratch);
+    if (team.thread == 0) {
+      a.best[task] = best;
+      a.best_index[task] = index;
+    }
+  }
+
+  static __device__ u32* arrivals(const Args& a, int task) { return a.arrivals + task / a.segments; }
+  static __device__ int num_siblings(const Args& a) { return a.segments; }
+
+  static __device__ void merge(const Args& a, int task, const Team& team, char* scratch) {
+    const int row = task / a.segments;
+    float best = -infinity();
+    int index = 0x7fffffff;
+#pragma unroll 1
+    for (int i = team.thread; i < a.segments; i += kTeamThreads)
+      take(best, index, a.best[row * a.segments + i], a.best_index[row * a.segments + i]);
+    reduce(best, index, team, scratch);
+    if (team.thread == 0) a.next[row] = index == 0x7fffffff ? 0 : index;
+  }
+
+ private:
+  static __device__ void take(float& best, int& index, float value, int at) {
+    if (value > best || (value == best && at < index)) {
+      best = value;
+      index = at;
+    }
+  }
+  // The winner of the team, in every thread of warp 0. A total order decides, so the shape of the tree does not matter.
+  static __device__ void reduce(float& best, int& index, const Team& team, char* scratch) {
+    float* values = reinterpret_cast<float*>(scratch + 16);
+    int* indices = reinterpret_cast<int*>(scratch + 32);
+#pragma unroll
+    for (int step = kWarpSize / 2; step > 0; step /= 2)
+      take(best, index, __shfl_xor_sync(kFullMask, best, step), __shfl_xor_sync(kFullMask, index, step));
+    team.sync();
+    if (team.lane() == 0) {
+      values[team.warp()] = best;
+      indices[team.warp()] = index;
+    }
+    team.sync();
+#pragma unroll
+    for (int i = 0; i < kTeamWarps; ++i) take(best, index, values[i], indices[i]);
+  }
+};
+
+}  // namespace cuk

@@ -1,0 +1,287 @@
+// out[b, h, :] = softmax(q[b, h, :] . K[b, h / group, :p + 1, :] / sqrt(kHeadDim)) @ V[b, h / group, :p + 1, :],  p = positions[b].
+// q, out: [batch, kv_heads * group * kHeadDim] bf16   k_cache, v_cache: [batch, kv_heads, capacity, kHeadDim] bf16.
+// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding); the last
+// of an output's tasks to arrive merges the ranges in index order. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
+//
+// The p old positions come through the ring, without waiting for any kernel of this step: they were written in earlier steps.
+// The new position, which this step's Qkv appends, is read from global memory after the wait, by the first warp of the last range, before its old ones.
+//
+// A ring stage holds kPositions positions of K, then of V, each as four blocks of rows padded by 32 bytes: column pair t of the
+// score tile is two rows of block t, which makes the transposed reads of V free of bank conflicts. Each warp keeps its own running
+// maximum, sum and output over two rows of each block; the warps merge in index order at the end of the task.
+#pragma once
+
+#include "core/ring.cuh"
+#include "core/team.cuh"
+
+namespace cuk {
+
+template <int kHeadDim>
+struct AttentionDecode {
+  static_assert(kHeadDim == 64 || kHeadDim == 128, "a lane reads 16 bytes of 64 or 128 columns");
+  static constexpr bool kMerges = true;
+  static constexpr bool kHasDependentLoads = false;
+  static constexpr int kHeads = 8;                       // of one task, at most
+  static constexpr int kPositions = 64 * 64 / kHeadDim;  // of one stage
+  static constexpr int kBlockRows = kPositions / 4;
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static constexpr int kBlockPitch = kBlockRows * kRowBytes + 32;
+  static constexpr int kOctets = kPositions / 32;  // groups of eight positions that a warp takes from a stage
+  static constexpr int kWidths = kHeadDim / 64;
+
+  struct Args {
+    const bf16 *q, *k_cache, *v_cache;
+    const int* positions;
+    float* partial;     // [batch, kv_heads, head_blocks, splits, heads_per_task, kHeadDim]
+    float* partial_ml;  // [batch, kv_heads, head_blocks, splits, 2, heads_per_task]: running maximum and sum
+    u32* arrivals;      // [batch, kv_heads, head_blocks]
+    bf16* out;
+    int kv_heads, group, heads_per_task, capacity, splits;
+    float scale_log2;  // log2(e) / sqrt(kHeadDim)
+  };
+
+  struct Where {
+    int split, head_block, kv_head, b, first_head, num_heads;  // heads counted within the group
+  };
+  static __device__ Where where(const Args& a, int task) {
+    const int head_blocks = (a.group + a.heads_per_task - 1) / a.heads_per_task;
+    Where w;
+    w.split = task % a.splits;
+    task /= a.splits;
+    w.head_block = task % head_blocks;
+    task /= head_blocks;
+    w.kv_head = task % a.kv_heads;
+    w.b = task / a.kv_heads;
+    w.first_head = w.head_block * a.heads_per_task;
+    w.num_heads = min(a.heads_per_task, a.group - w.first_head);
+    return w;
+  }
+  // Stages of the old context go to the splits in equal runs, the last ones getting less.
+  static __device__ int2 chunk_range(const Args& a, const Where& w) {
+    const int chunks = (a.positions[w.b] + kPositions - 1) / kPositions;
+    const int each = (chunks + a.splits - 1) / a.splits;
+    return make_int2(min(chunks, w.split * each), min(chunks, (w.split + 1) * each));
+  }
+  static __device__ size_t cache_offset(const Args& a, const Where& w) {
+    return (static_cast<size_t>(w.b) * a.kv_heads + w.kv_head) * a.capacity * kHeadDim;
+  }
+
+  static __device__ size_t query_offset(const Args& a, const Where& w) {
+    return ((static_cast<size_t>(w.b) * a.kv_heads + w.kv_head) * a.group + w.first_head) * kHeadDim;
+  }
+
+  // ---- producer ----
+  static __device__ int num_chunks(const Args& a, int task) {
+    const int2 range = chunk_range(a, where(a, task));
+    return range.y - range.x;
+  }
+  static __device__ u32 chunk_bytes(const Args& a, int task, int chunk) {
+    const Where w = where(a, task);
+    const int first = (chunk_range(a, w).x + chunk) * kPositions;
+    return static_cast<u32>(min(kPositions, a.positions[w.b] - first)) * (2 * kRowBytes);
+  }
+  static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
+    if (filling.lane >= 8) return;
+    const Where w = where(a, task);
+    const int row = (chunk_range(a, w).x + chunk) * kPositions + filling.lane % 4 * kBlockRows;
+    const int rows = min(kBlockRows, a.positions[w.b] - row);
+    if (rows <= 0) return;
+    const bf16* cache = filling.lane < 4 ? a.k_cache : a.v_cache;
+    filling.copy(filling.lane * kBlockPitch, cache + cache_offset(a, w) + static_cast<size_t>(row) * kHeadDim,
+                 static_cast<u32>(rows) * kRowBytes);
+  }
+  static __device__ void load_dependent(const Args&, int, int, const Filling&) {}
+
+  // ---- team ----
+  template <class Policy>
+  static __device__ void prepare(const Args&, const Crew&, const Team&, char*, char*, Policy& policy) {
+    policy.wait();
+  }
+
+  // What a warp carries along the context. Scores have query head g = lane / 4 in their rows, so the running maximum and this
+  // lane's share of the sum belong to head g; outputs are kept transposed: out[m] holds columns 8 g + 2 (m % 4) and the next
+  // (of the 64-column width m / 4) for heads 2 t and 2 t + 1, t = lane % 4. The weights come out of the score tile in just the
+  // layout that the second product takes, and no accumulator is spent on padding heads.
+  struct State {
+    Vec16 q[kWidths][2];
+    float maximum = -infinity(), sum = 0.f;
+    float out[kWidths * 4][4] = {};
+  };
+
+  // Folds kCount octets of positions into the state. load_k(octet, width, half) gives 16 bytes of this lane's K row (its row is
+  // position lane / 4 of the octet, its columns 64 width + 32 half + 8 t …), load_v(octet, e, width) those of position
+  // 2 t + e at columns 64 width + 8 g …; valid(octet, e) tells whether that position counts.
+  template <int kCount, class LoadK, class LoadV, class Valid>
+  static __device__ void fold(State& s, float scale_log2, int lane, LoadK load_k, LoadV load_v, Valid valid) {
+    float score[kCount][2];
+    float top = -infinity();
+#pragma unroll
+    for (int o = 0; o < kCount; ++o) {
+      float even[4] = {}, odd[4] = {};
+#pragma unroll
+      for (int width = 0; width < kWidths; ++width)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Vec16 k = load_k(o, width, half), q = s.q[width][half];
+          mma_k16(even, q.x, 0u, q.y, 0u, k.x, k.y);
+          mma_k16(odd, q.z, 0u, q.w, 0u, k.z, k.w);
+        }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        score[o][e] = valid(o, e) ? (even[e] + odd[e]) * scale_log2 : -infinity();
+        top = fmaxf(top, score[o][e]);
+      }
+    }
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+    const float maximum = fmaxf(s.maximum, top);
+    const float base = maximum == -infinity() ? 0.f : maximum;  // nothing counted yet: every weight below is 0
+    const float keep = exp2_approx(s.maximum - base);
+    s.maximum = maximum;
+    s.sum *= keep;
+    const float keep_even = __shfl_sync(kFullMask, keep, lane % 4 * 8), keep_odd = __shfl_sync(kFullMask, keep, lane % 4 * 8 + 4);
+#pragma unroll
+    for (int m = 0; m < kWidths * 4; ++m) {
+      s.out[m][0] *= keep_even;
+      s.out[m][1] *= keep_odd;
+      s.out[m][2] *= keep_even;
+      s.out[m][3] *= keep_odd;
+    }
+#pragma unroll
+    for (int o = 0; o < kCount; ++o) {
+      const float first = exp2_approx(score[o][0] - base), second = exp2_approx(score[o][1] - base);
+      s.sum += first + second;
+      const u32 weights = pack_bf16(first, second);
+#pragma unroll
+      for (int width = 0; width < kWidths; ++width) {
+        // A position that does not count has weight 0, but its bytes may be NaN.
+        const Vec16 v0 = valid(o, 0) ? load_v(o, 0, width) : Vec16{}, v1 = valid(o, 1) ? load_v(o, 1, width) : Vec16{};
+        float(*out)[4] = s.out + width * 4;
+        mma_k8(out[0], pack_low(v0.x, v1.x), pack_high(v0.x, v1.x), weights);
+        mma_k8(out[1], pack_low(v0.y, v1.y), pack_high(v0.y, v1.y), weights);
+        mma_k8(out[2], pack_low(v0.z, v1.z), pack_high(v0.z, v1.z), weights);
+        mma_k8(out[3], pack_low(v0.w, v1.w), pack_high(v0.w, v1.w), weights);
+      }
+    }
+  }
+
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char*, char* scratch, int) {
+    const Where w = where(a, task);
+    const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
+    const int2 range = chunk_range(a, w);
+    const int position = a.positions[w.b];
+    State s;
+    const bf16* q = a.q + query_offset(a, w) + g * kHeadDim + t * 8;
+#pragma unroll
+    for (int width = 0; width < kWidths; ++width)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        s.q[width][half] = g < w.num_heads ? *reinterpret_cast<const Vec16*>(q + width * 64 + half * 32) : Vec16{};
+
+    if (w.split == a.splits - 1 && warp == 0) {
+      const size_t at = cache_offset(a, w) + static_cast<size_t>(position) * kHeadDim;
+      fold<1>(
+          s, a.scale_log2, lane,
+          [&](int, int width, int half) {
+            return g == 0 ? *reinterpret_cast<const Vec16*>(a.k_cache + at + width * 64 + half * 32 + t * 8) : Vec16{};
+          },
+          [&](int, int, int width) { return *reinterpret_cast<const Vec16*>(a.v_cache + at + width * 64 + g * 8); },
+          [&](int, int e) { return t == 0 && e == 0; });
+    }
+
+#pragma unroll 1
+    for (int chunk = range.x; chunk < range.y; ++chunk) {
+      const char* stage = ring.wait();
+      const int left = position - chunk * kPositions;  // positions of this stage that exist
+      const char* k_row = stage + (g / 2) * kBlockPitch + (warp * kOctets * 2 + g % 2) * kRowBytes + t * 16;
+      const char* v_row = stage + (4 + t) * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16;
+      const auto load_k = [&](int o, int width, int half) {
+        return *reinterpret_cast<const Vec16*>(k_row + o * 2 * kRowBytes + width * 128 + half * 64);
+      };
+      const auto load_v = [&](int o, int e, int width) {
+        return *reinterpret_cast<const Vec16*>(v_row + (o * 2 + e) * kRowBytes + width * 128);
+      };
+      fold<kOctets>(s, a.scale_log2, lane, load_k, load_v,
+                    [&](int o, int e) { return t * kBlockRows + (warp * kOctets + o) * 2 + e < left; });
+      ring.release(lane);
+    }
+    merge_warps(a, task, w, s, team, scratch);
+  }
+
+  // Scratch: 16 bytes for the arrival flag; maximum and sum [warp][2][kHeads]; output [warp][heads_per_task][kHeadDim].
+  static __device__ void merge_warps(const Args& a, int task, const Where& w, const State& s, const Team& team, char* scratch) {
+    const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
+    float* ml = reinterpret_cast<float*>(scratch + 16);
+    float* outs = ml + kTeamWarps * 2 * kHeads;
+    const int out_stride = a.heads_per_task * kHeadDim;
+    float sum = s.sum;
+    sum += __shfl_xor_sync(kFullMask, sum, 1);
+    sum += __shfl_xor_sync(kFullMask, sum, 2);
+    team.sync();  // the task before may still read the scratch
+    if (t == 0) {
+      ml[(warp * 2) * kHeads + g] = s.maximum;
+      ml[(warp * 2 + 1) * kHeads + g] = sum;
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (2 * t + e >= w.num_heads) continue;
+      float* out = outs + warp * out_stride + (2 * t + e) * kHeadDim + g * 8;
+#pragma unroll
+      for (int m = 0; m < kWidths * 4; ++m)
+        *reinterpret_cast<float2*>(out + m / 4 * 64 + m % 4 * 2) = make_float2(s.out[m][e], s.out[m][2 + e]);
+    }
+    team.sync();
+    float* partial = a.partial + static_cast<size_t>(task) * out_stride;
+    float* partial_ml = a.partial_ml + static_cast<size_t>(task) * 2 * a.heads_per_task;
+#pragma unroll 1
+    for (int i = team.thread; i < w.num_heads * kHeadDim; i += kTeamThreads) {
+      const int head = i / kHeadDim;
+      Merge merge;
+#pragma unroll
+      for (int v = 0; v < kTeamWarps; ++v) merge.raise(ml[(v * 2) * kHeads + head]);
+#pragma unroll
+      for (int v = 0; v < kTeamWarps; ++v)
+        merge.add(ml[(v * 2) * kHeads + head], ml[(v * 2 + 1) * kHeads + head], outs[v * out_stride + i]);
+      partial[i] = merge.out;
+      if (i % kHeadDim == 0) {
+        partial_ml[head] = merge.maximum;
+        partial_ml[a.heads_per_task + head] = merge.sum;
+      }
+    }
+  }
+
+  static __device__ u32* arrivals(const Args& a, int task) { return a.arrivals + task / a.splits; }
+  static __device__ int num_siblings(const Args& a) { return a.splits; }
+
+  static __device__ void merge(const Args& a, int task, const Team& team, char*) {
+    const Where w = where(a, task);
+    const int first = task - w.split, stride = a.heads_per_task * kHeadDim;
+    bf16* out = a.out + query_offset(a, w);
+#pragma unroll 1
+    for (int i = team.thread; i < w.num_heads * kHeadDim; i += kTeamThreads) {
+      const float* ml = a.partial_ml + static_cast<size_t>(first) * 2 * a.heads_per_task + i / kHeadDim;
+      const float* partial = a.partial + static_cast<size_t>(first) * stride + i;
+      Merge merge;
+#pragma unroll 8
+      for (int split = 0; split < a.splits; ++split) merge.raise(ml[split * 2 * a.heads_per_task]);
+#pragma unroll 8
+      for (int split = 0; split < a.splits; ++split)
+        merge.add(ml[split * 2 * a.heads_per_task], ml[(split * 2 + 1) * a.heads_per_task], partial[static_cast<size_t>(split) * stride]);
+      out[i] = to_bf16(__fdiv_rn(merge.out, merge.sum));
+    }
+  }
+
+ private:
+  // Partial softmaxes into one: raise() over all of their maxima first, then add() each in index order.
+  struct Merge {
+    float maximum = -infinity(), sum = 0.f, out = 0.f;
+    __device__ void raise(float other) { maximum = fmaxf(maximum, other); }
+    __device__ void add(float other_maximum, float other_sum, float other_out) {
+      const float weight = other_maximum == -infinity() ? 0.f : exp2_approx(other_maximum - maximum);
+      sum = fmaf(weight, other_sum, sum);
+      out = fmaf(weight, other_out, out);
+    }
+  };
+};
+
+}  // namespace cuk

@@ -1,0 +1,27 @@
+// x[b, :] = table[tokens[b], :].   table: [vocab, hidden] bf16   tokens: [batch]   x: [batch, hidden].   4 * hidden bytes a row.
+#pragma once
+
+#include "core/ringless.cuh"
+
+namespace cuk {
+
+struct Embed : Ringless {
+  static constexpr bool kMerges = false;
+
+  struct Args {
+    const int* tokens;
+    const bf16* table;
+    bf16* x;
+    int hidden;
+  };
+
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char*, int) {
+    const bf16* row = a.table + static_cast<size_t>(a.tokens[task]) * a.hidden;
+    bf16* x = a.x + static_cast<size_t>(task) * a.hidden;
+#pragma unroll 4
+    for (int i = team.thread * 8; i < a.hidden; i += kTeamThreads * 8)
+      *reinterpret_cast<Vec16*>(x + i) = load_constant(row + i);
+  }
+};
+
+}  // namespace cuk

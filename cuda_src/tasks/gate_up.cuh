@@ -1,0 +1,54 @@
+// y[b, i] = silu(g[i]) * u[i],  g = w[:n] @ f(x[b, :]),  u = w[n:] @ f(x[b, :]),  silu(z) = z / (1 + exp(-z)), f RmsNorm or identity.
+// x: [batch, k] bf16   w: [2 n, k] bf16 (gate rows, then up rows)   y: [batch, n] bf16.
+// One task: gate and up rows i … i + 3, 16 * k bytes.
+#pragma once
+
+#include "core/matvec.cuh"
+
+namespace cuk {
+
+template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm>
+struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
+  using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
+  static constexpr bool kMerges = false;
+
+  struct Args {
+    const bf16 *x, *w, *norm;
+    bf16* y;
+    int batch, n, k;
+    float eps;
+  };
+
+  static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.k); }
+  static __device__ u32 chunk_bytes(const Args& a, int task, int chunk) {
+    return Base::chunk_bytes(2 * min(4, a.n - task * 4), a.batch, a.k, chunk);
+  }
+  static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
+    const int i = task * 4 + filling.lane % 4;
+    Base::load_weights(filling, a.w, i < a.n ? i + (filling.lane % kTileRows) / 4 * a.n : -1, a.k, chunk);
+  }
+  static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
+    Base::load_x(filling, a.x, a.batch, a.k, chunk);
+  }
+
+  template <class Policy>
+  static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
+                                 Policy& policy) {
+    Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.k, a.eps, crew, team, shared, scratch, policy);
+  }
+
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared,
+                                 char* scratch, int iteration) {
+    float z = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
+    if (team.warp() * 4 >= a.batch) return;  // whole warps leave: gate and up meet within one
+    const int row = team.thread % kTileRows, b = team.thread / kTileRows;
+    if (kNorm && b < a.batch) z *= Base::inverse_rms(scratch)[b];
+    const float up = __shfl_xor_sync(kFullMask, z, 4);
+    const int i = task * 4 + row;
+    if (row >= 4 || b >= a.batch || i >= a.n) return;
+    const float silu = __fdiv_rn(z, 1.f + exp2_approx(z * -1.4426950408889634f));
+    a.y[static_cast<size_t>(b) * a.n + i] = to_bf16(silu * up);
+  }
+};
+
+}  // namespace cuk

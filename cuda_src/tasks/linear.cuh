@@ -1,0 +1,58 @@
+// y[b, n] = sum_k f(x[b, :])[k] * w[n, k] (+ residual[b, n]), f the identity or RmsNorm.
+// x: [batch, k] bf16   w: [n, k] bf16   norm: [k] bf16   residual, y: [batch, n]   one task: 8 rows of w, 16 * k bytes.
+#pragma once
+
+#include "core/matvec.cuh"
+
+namespace cuk {
+
+template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
+struct Linear : Matvec<kBatchHalves, kStreamX, kChunkK> {
+  using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
+  static constexpr bool kMerges = false;
+
+  struct Args {
+    const bf16 *x, *w, *norm, *residual;
+    Out* y;
+    int batch, n, k;
+    float eps;
+  };
+
+  static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.k); }
+  static __device__ u32 chunk_bytes(const Args& a, int task, int chunk) {
+    return Base::chunk_bytes(min(kTileRows, a.n - task * kTileRows), a.batch, a.k, chunk);
+  }
+  static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
+    const int row = task * kTileRows + filling.lane;
+    Base::load_weights(filling, a.w, row < a.n ? row : -1, a.k, chunk);
+  }
+  static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
+    Base::load_x(filling, a.x, a.batch, a.k, chunk);
+  }
+
+  template <class Policy>
+  static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
+                                 Policy& policy) {
+    Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.k, a.eps, crew, team, shared, scratch, policy);
+  }
+
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared,
+                                 char* scratch, int iteration) {
+    const int row = task * kTileRows + team.thread % kTileRows, b = team.thread / kTileRows;
+    const bool mine = b < a.batch && row < a.n;
+    const size_t at = static_cast<size_t>(b) * a.n + row;
+    float residual = 0.f;
+    if (kResidual && mine) residual = to_float(a.residual[at]);
+    float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
+    if (!mine) return;
+    if (kNorm) y *= Base::inverse_rms(scratch)[b];
+    if (kResidual) y += residual;
+    store(a.y + at, y);
+  }
+
+ private:
+  static __device__ void store(bf16* p, float y) { *p = to_bf16(y); }
+  static __device__ void store(float* p, float y) { *p = y; }
+};
+
+}  // namespace cuk

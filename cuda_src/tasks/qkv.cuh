@@ -1,0 +1,74 @@
+// [q; k; v][b, :] = w @ RmsNorm(x[b, :]);  q and k rotated by RoPE at position p = positions[b];  k and v appended to the cache
+// at p. x: [batch, hidden]   w: [(heads + 2 kv_heads) * kHeadDim, hidden]   rope: [capacity, kHeadDim / 2] (cos, sin)
+// q: [batch, heads * kHeadDim]   k_cache, v_cache: [batch, kv_heads, capacity, kHeadDim].
+// One task: rows i … i + 3 and i + kHeadDim / 2 … of one head (the pairs that RoPE turns), 16 * hidden bytes.
+#pragma once
+
+#include "core/matvec.cuh"
+
+namespace cuk {
+
+template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, int kHeadDim>
+struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
+  static_assert(kHeadDim % 8 == 0, "a tile takes four rows from each half of a head");
+  using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
+  static constexpr bool kMerges = false;
+  static constexpr int kTilesPerHead = kHeadDim / kTileRows;
+
+  struct Args {
+    const bf16 *x, *w, *norm;
+    const float2* rope;
+    const int* positions;
+    bf16 *q, *k_cache, *v_cache;
+    int batch, hidden, heads, kv_heads, capacity;
+    float eps;
+  };
+
+  static __device__ int dim(int task, int row) {
+    return task % kTilesPerHead * 4 + row % 4 + row / 4 * (kHeadDim / 2);
+  }
+  static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.hidden); }
+  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
+    return Base::chunk_bytes(kTileRows, a.batch, a.hidden, chunk);
+  }
+  static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
+    Base::load_weights(filling, a.w, task / kTilesPerHead * kHeadDim + dim(task, filling.lane % kTileRows), a.hidden, chunk);
+  }
+  static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
+    Base::load_x(filling, a.x, a.batch, a.hidden, chunk);
+  }
+
+  template <class Policy>
+  static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
+                                 Policy& policy) {
+    Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.hidden, a.eps, crew, team, shared, scratch, policy);
+  }
+
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared,
+                                 char* scratch, int iteration) {
+    const int row = team.thread % kTileRows, b = team.thread / kTileRows;
+    const int d = dim(task, row), head = task / kTilesPerHead;
+    const bool rotated = head < a.heads + a.kv_heads;
+    int position = 0;
+    float2 turn = make_float2(1.f, 0.f);
+    if (b < a.batch) {
+      position = a.positions[b];
+      if (rotated) turn = a.rope[static_cast<size_t>(position) * (kHeadDim / 2) + d % (kHeadDim / 2)];
+    }
+    float y = Base::sums(ring, team, a.batch, a.hidden, shared, scratch, iteration);
+    if (team.warp() * 4 >= a.batch) return;  // whole warps leave: the pair is exchanged within one
+    if (kNorm && b < a.batch) y *= Base::inverse_rms(scratch)[b];
+    const float pair = __shfl_xor_sync(kFullMask, y, 4);
+    if (b >= a.batch) return;
+    if (rotated) y = fmaf(y, turn.x, row < 4 ? -(pair * turn.y) : pair * turn.y);
+    if (head < a.heads) {
+      a.q[(static_cast<size_t>(b) * a.heads + head) * kHeadDim + d] = to_bf16(y);
+    } else {
+      const int kv_head = rotated ? head - a.heads : head - a.heads - a.kv_heads;
+      bf16* cache = rotated ? a.k_cache : a.v_cache;
+      cache[((static_cast<size_t>(b) * a.kv_heads + kv_head) * a.capacity + position) * kHeadDim + d] = to_bf16(y);
+    }
+  }
+};
+
+}  // namespace cuk

@@ -1,0 +1,271 @@
+"""Launches that CuPy cannot express: programmatic edges (PDL), cooperative grids, clusters, and graphs of them.
+
+Works for any function of a `cupy.RawModule` or `cupy.RawKernel`, on CuPy arrays and streams:
+
+    module = cupy.RawModule(code=source, options=("-arch=sm_90",))
+    first = Launch(module.get_function("produce"), grid=132, block=256, args=(x, n))
+    second = Launch(module.get_function("consume"), grid=132, block=256, args=(x, y, n), programmatic=True)
+    first(); second()                      # on the current CuPy stream
+    graph = capture([first, second])       # the same as a CUDA graph, with a programmatic edge
+    graph.launch()
+
+A kernel launched with `programmatic=True` may start before the one before it in the stream has ended: it must execute
+griddepcontrol.wait before it reads what that kernel, or any kernel before it, writes, and before it overwrites what they read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+MAX_CLUSTER = 8  # portable cluster size
+
+
+class LaunchError(RuntimeError):
+    """A launch that the driver refused, or that was refused before it: names the kernel, its grid, block and shared memory."""
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ImportError("launching needs cuda.bindings: pip install 'cuk[cuda13]' (or cuda12)") from error
+    return driver
+
+
+def _shape(name: str, given: int | Sequence[int], limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    sizes = (given,) if isinstance(given, (int, np.integer)) else tuple(given)
+    sizes = tuple(int(s) for s in sizes) + (1,) * (3 - len(sizes))
+    if len(sizes) != 3 or any(not 1 <= s <= limit for s, limit in zip(sizes, limits, strict=True)):
+        raise ValueError(f"{name}={given}: must be one to three sizes from 1 to {limits}")
+    return sizes
+
+
+class Launch:
+    """One prepared kernel launch: parameters, attributes and configuration are built here, once; a call only enqueues.
+
+    function: a function of a cupy.RawModule or a cupy.RawKernel. grid, block: a size or up to three. args: CuPy arrays (their
+    pointer), NumPy scalars, ctypes values, Python ints (int32 where they fit, else int64) and floats (float64), or `bytes` for a
+    struct passed by value; arrays are kept alive. smem_bytes: dynamic shared memory. programmatic: a programmatic edge from the
+    launch before. cooperative: grid-wide synchronization is used, so all CTAs must be resident. resident: likewise, for grids that
+    synchronize by their own means. cluster: CTAs of a cluster, along x or a triple.
+
+    Raises ValueError for sizes out of range and arguments that the kernel does not take, LaunchError for a grid that must be
+    resident and cannot be, with the arithmetic."""
+
+    def __init__(
+        self,
+        function: Any,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Any] = (),
+        *,
+        smem_bytes: int = 0,
+        programmatic: bool = False,
+        cooperative: bool = False,
+        resident: bool = False,
+        cluster: int | Sequence[int] | None = None,
+        name: str = "",
+    ):
+        driver = _driver()
+        self.grid = _shape("grid", grid, (2**31 - 1, 65535, 65535))
+        self.block = _shape("block", block, (1024, 1024, 64))
+        if np.prod(self.block) > 1024:
+            raise ValueError(f"block={block}: {np.prod(self.block)} threads, a CTA can have 1024")
+        self.cluster = None if cluster is None else _shape("cluster", cluster, (16, 16, 16))
+        self.smem_bytes = int(smem_bytes)
+        self.programmatic = programmatic
+        self._keep = (function, tuple(args))
+        kernel = getattr(function, "kernel", function)  # a cupy.RawKernel holds its cupy.cuda.Function
+        self.handle = driver.CUfunction(int(kernel.ptr))
+        self.name = name or getattr(function, "name", "kernel")
+        self._prepare_function(driver)
+        self._pack(driver, args)
+        attributes = []
+        if programmatic:
+            attributes.append(self._attribute("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed"))
+        if cooperative:
+            attributes.append(self._attribute("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "cooperative"))
+        if self.cluster:
+            if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
+                raise ValueError(f"{self.name}: grid={self.grid} is no multiple of cluster={self.cluster}")
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = self.cluster
+            attributes.append(attribute)
+            if np.prod(self.cluster) > MAX_CLUSTER:
+                self._set(driver, "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.block
+        config.sharedMemBytes = self.smem_bytes
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        self._config, self._launch, self._stream_type = config, driver.cuLaunchKernelEx, driver.CUstream
+        if cooperative or resident:
+            self._require_resident(driver)
+
+    def __call__(self, stream: Any = None) -> None:
+        """Enqueues the kernel on a CuPy stream, by default the current one."""
+        if stream is None:
+            import cupy
+
+            stream = cupy.cuda.get_current_stream()
+        self._config.hStream = self._stream_type(stream.ptr)
+        (status,) = self._launch(self._config, self.handle, self._pointers, 0)
+        if int(status):
+            raise LaunchError(f"{self}: {_explain(status)}")
+
+    def __repr__(self) -> str:
+        return f"<Launch {self.name} grid={self.grid} block={self.block} smem={self.smem_bytes}{' programmatic' if self.programmatic else ''}>"
+
+    # ---- built once ----
+    def _attribute(self, identity: str, member: str) -> Any:
+        driver = _driver()
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = getattr(driver.CUlaunchAttributeID, identity)
+        setattr(attribute.value, member, 1)
+        return attribute
+
+    def _set(self, driver: Any, attribute: str, value: int) -> None:
+        (status,) = driver.cuFuncSetAttribute(self.handle, getattr(driver.CUfunction_attribute, attribute), value)
+        if int(status):
+            raise LaunchError(f"{self.name}: {attribute}={value}: {_explain(status)}")
+
+    def _prepare_function(self, driver: Any) -> None:
+        if self.smem_bytes > 48 * 1024:
+            self._set(driver, "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", self.smem_bytes)
+        # The largest carve-out, always: it decides which kernels can share an SM.
+        self._set(driver, "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
+
+    def _pack(self, driver: Any, args: Sequence[Any]) -> None:
+        buffers = [_parameter(a) for a in args]
+        if hasattr(driver, "cuFuncGetParamInfo"):
+            index = 0
+            while True:
+                status, _, size = driver.cuFuncGetParamInfo(self.handle, index)
+                if int(status):
+                    break
+                if index < len(buffers) and ctypes.sizeof(buffers[index]) != size:
+                    raise ValueError(f"{self.name}: argument {index} has {ctypes.sizeof(buffers[index])} bytes, the kernel takes {size}")
+                index += 1
+            if index != len(buffers):
+                raise ValueError(f"{self.name}: {len(buffers)} arguments given, the kernel takes {index}")
+        self._buffers = buffers
+        self._table = (ctypes.c_void_p * max(1, len(buffers)))(*(ctypes.addressof(b) for b in buffers))
+        self._pointers = ctypes.addressof(self._table) if buffers else 0
+
+    def _require_resident(self, driver: Any) -> None:
+        import cupy
+
+        threads = int(np.prod(self.block))
+        status, each = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.handle, threads, self.smem_bytes)
+        if int(status):
+            raise LaunchError(f"{self}: {_explain(status)}")
+        sms = cupy.cuda.Device().attributes["MultiProcessorCount"]
+        ctas = int(np.prod(self.grid, dtype=np.int64))
+        if ctas > each * sms:
+            raise LaunchError(
+                f"{self.name}: all {ctas} CTAs of grid={self.grid} must be resident, but {each} CTAs of {threads} threads and {self.smem_bytes} "
+                f"bytes of shared memory fit an SM, {each} * {sms} SMs = {each * sms}; take a smaller grid or footprint"
+            )
+
+
+def _parameter(value: Any) -> Any:
+    """A ctypes object that holds the bytes of one kernel parameter."""
+    if isinstance(value, (bytes, bytearray)):
+        return (ctypes.c_char * len(value)).from_buffer_copy(bytes(value))
+    if hasattr(value, "__cuda_array_interface__"):
+        return ctypes.c_void_p(value.data.ptr if hasattr(value.data, "ptr") else value.__cuda_array_interface__["data"][0])
+    if isinstance(value, np.generic):
+        raw = value.tobytes()
+        return (ctypes.c_char * len(raw)).from_buffer_copy(raw)
+    if isinstance(value, bool):
+        return ctypes.c_bool(value)
+    if isinstance(value, int):
+        return ctypes.c_int32(value) if -(2**31) <= value < 2**31 else ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    if isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
+        return value
+    raise ValueError(f"a kernel argument of type {type(value).__name__} is neither an array, a scalar, a ctypes value nor bytes")
+
+
+def _explain(status: Any) -> str:
+    driver = _driver()
+    found, text = driver.cuGetErrorString(status)
+    return f"{getattr(status, 'name', status)} ({text.decode() if not int(found) and text else 'no description'})"
+
+
+class Graph:
+    """A captured sequence of launches. `num_nodes`, `num_programmatic_edges`: as the driver recorded them (None where it cannot say)."""
+
+    def __init__(self, graph: Any, launches: Sequence[Launch]):
+        driver = _driver()
+        self._graph, self._keep = graph, tuple(launches)
+        status, _, self.num_nodes = driver.cuGraphGetNodes(graph, 0)
+        self.num_programmatic_edges = _programmatic_edges(driver, graph)
+        status, self._executable = driver.cuGraphInstantiate(graph, 0)
+        if int(status):
+            raise LaunchError(f"graph of {len(launches)} launches: {_explain(status)}")
+        self._launch, self._stream_type = driver.cuGraphLaunch, driver.CUstream
+
+    def launch(self, stream: Any = None) -> None:
+        """Enqueues one replay on a CuPy stream, by default the current one."""
+        if stream is None:
+            import cupy
+
+            stream = cupy.cuda.get_current_stream()
+        (status,) = self._launch(self._executable, self._stream_type(stream.ptr))
+        if int(status):
+            raise LaunchError(f"graph of {len(self._keep)} launches: {_explain(status)}")
+
+    def __del__(self):
+        try:
+            driver = _driver()
+            driver.cuGraphExecDestroy(self._executable)
+            driver.cuGraphDestroy(self._graph)
+        except Exception:  # the interpreter or the context may be gone already
+            pass
+
+    def __repr__(self) -> str:
+        return f"<Graph of {self.num_nodes} kernels, {self.num_programmatic_edges} programmatic edges>"
+
+
+def capture(launches: Sequence[Launch]) -> Graph:
+    """A CUDA graph of launches, each following the one before; those with `programmatic` by a programmatic edge.
+
+    Raises ValueError for an empty sequence, LaunchError when the driver refuses."""
+    if not launches:
+        raise ValueError("nothing to capture: give at least one Launch")
+    import cupy
+
+    driver = _driver()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    handle = driver.CUstream(stream.ptr)
+    (status,) = driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    if int(status):
+        raise LaunchError(f"capture: {_explain(status)}")
+    try:
+        for launch in launches:
+            launch(stream)
+    finally:
+        status, graph = driver.cuStreamEndCapture(handle)
+    if int(status):
+        raise LaunchError(f"capture: {_explain(status)}")
+    return Graph(graph, launches)
+
+
+def _programmatic_edges(driver: Any, graph: Any) -> int | None:
+    """How many edges of the graph are programmatic, asked of the driver; None where its bindings do not tell."""
+    query = getattr(driver, "cuGraphGetEdges_v2", None) or driver.cuGraphGetEdges
+    first = query(graph, 0)
+    if int(first[0]) or len(first) < 5:
+        return None
+    status, _, _, data, count = query(graph, first[-1])
+    if int(status):
+        return None
+    return sum(int(edge.type) == int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) for edge in data[:count])

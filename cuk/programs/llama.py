@@ -1,0 +1,158 @@
+"""One decode step of a Llama: a new token per sequence, over a KV cache that already holds `context` of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from cuk.program import Init, Program, View
+from cuk.task import check_multiple, check_range, round_up
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, Qkv, RmsNorm
+from cuk.tasks.matvec import MAX_BATCH, streams_x
+
+MAX_CONTEXT = 131_072
+
+
+@dataclass(frozen=True)
+class Config:
+    """The fields of a Hugging Face Llama `config.json` that the step depends on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: Mapping | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self):
+        if self.head_dim is None:
+            check_multiple("hidden_size", self.hidden_size, self.num_attention_heads, "head_dim is hidden_size / num_attention_heads")
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        check_multiple("hidden_size", self.hidden_size, 8, "weight rows are read 16 bytes at a time")
+        check_multiple("intermediate_size", self.intermediate_size, 8, "weight rows are read 16 bytes at a time")
+        check_multiple("num_attention_heads", self.num_attention_heads, self.num_key_value_heads, "query heads share KV heads equally")
+        check_range("num_hidden_layers", self.num_hidden_layers, 1, 1024, "layers")
+        check_range("vocab_size", self.vocab_size, 1, 2**30, "tokens")
+
+    @classmethod
+    def of(cls, given: Mapping) -> Config:
+        """From a config's fields. Raises ValueError naming missing and unknown ones."""
+        known = {f.name for f in fields(cls)}
+        required = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"}
+        missing, unknown = sorted(required - set(given)), sorted(set(given) - known)
+        if missing or unknown:
+            raise ValueError(f"llama config: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; known fields are {', '.join(sorted(known))}")
+        return cls(**given)
+
+
+_LLAMA3_SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}  # fmt: skip
+
+MODELS: dict[str, Config] = {
+    "llama-3.2-1b": Config(2048, 8192, 16, 32, 8, 128256, 64, rope_scaling=_LLAMA3_SCALING, tie_word_embeddings=True),
+    "llama-3.1-8b": Config(4096, 14336, 32, 32, 8, 128256, 128, rope_scaling={**_LLAMA3_SCALING, "factor": 8.0}),
+}
+
+
+def rope_table(config: Config, capacity: int) -> np.ndarray:
+    """(cos, sin) of each position and pair, float32 [capacity, head_dim / 2, 2].
+
+    Llama-3 scaling as in Hugging Face transformers, modeling_rope_utils `_compute_llama3_parameters`: wavelengths above
+    original / low_freq_factor are stretched by `factor`, those between are blended, those below original / high_freq_factor kept."""
+    half = config.head_dim // 2
+    inverse = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    scaling = config.rope_scaling
+    if scaling:
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind == "llama3":
+            low, high, original = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
+            smooth = np.clip((original * inverse / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
+            inverse = (1 - smooth) * inverse / scaling["factor"] + smooth * inverse
+        elif kind != "default":
+            raise ValueError(f"rope_scaling rope_type={kind!r}: must be 'llama3' or 'default'")
+    angle = np.arange(capacity, dtype=np.float64)[:, None] * inverse
+    return np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
+
+
+def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, context: int = 1024, capacity: int | None = None) -> Program:
+    """The decode step of `model` (a name of MODELS, or a dict of a config's fields) with random weights.
+
+    batch: 1 to 16 sequences. context: tokens already in the cache, 0 to 131071. capacity: rows of the cache, by default context + 1
+    rounded up to 64. Raises ValueError naming what is out of range, and KeyError-free messages listing the known models."""
+    if isinstance(model, str):
+        if model not in MODELS:
+            raise ValueError(f"unknown model {model!r}: known ones are {', '.join(MODELS)} (or give a dict of a config's fields)")
+        name, config = model, MODELS[model]
+    else:
+        name, config = "llama", model if isinstance(model, Config) else Config.of(model)
+    check_range("batch", batch, 1, MAX_BATCH, "a tensor-core tile has 16 rows")
+    check_range("context", context, 0, MAX_CONTEXT - 1, "tokens already in the KV cache")
+    capacity = round_up(context + 1, 64) if capacity is None else capacity
+    check_range("capacity", capacity, context + 1, MAX_CONTEXT, "the new token needs a row of the cache too")
+    c, hd = config, config.head_dim
+    layers, hidden, heads, kv = c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.num_key_value_heads
+    p = Program(name, {
+        "model": name, "batch": batch, "context": context, "capacity": capacity, "layers": layers, "hidden": hidden, "heads": heads,
+        "kv_heads": kv, "head_dim": hd, "intermediate": c.intermediate_size, "vocab": c.vocab_size, "rms_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta, "rope_scaling": dict(c.rope_scaling) if c.rope_scaling else None, "tied": c.tie_word_embeddings,
+    })  # fmt: skip
+
+    def weight(name, *shape, gain=1.0):
+        return p.buffer(name, shape, "bfloat16", "weight", Init("normal", std=gain / math.sqrt(shape[-1])))
+
+    def norm(name, *shape):
+        return p.buffer(name, shape, "bfloat16", "weight", Init("normal", mean=1.0, std=0.1))
+
+    residual_gain = 1.0 / math.sqrt(2 * layers)  # keeps the residual stream near unit size through the layers
+    tokens = p.buffer("tokens", (batch,), "int32", "index", Init("integers", low=0, high=c.vocab_size))
+    positions = p.buffer("positions", (batch,), "int32", "index", Init("integers", low=context, high=context + 1))
+    w_embed = p.buffer("w_embed", (c.vocab_size, hidden), "bfloat16", "weight", Init("normal"))
+    w_lm_head = w_embed if c.tie_word_embeddings else weight("w_lm_head", c.vocab_size, hidden)
+    norm_attn, norm_mlp, norm_final = norm("norm_attn", layers, hidden), norm("norm_mlp", layers, hidden), norm("norm_final", hidden)
+    w_qkv = weight("w_qkv", layers, (heads + 2 * kv) * hd, hidden)
+    w_o = weight("w_o", layers, hidden, heads * hd, gain=residual_gain)
+    w_gate_up = weight("w_gate_up", layers, 2 * c.intermediate_size, hidden)
+    w_down = weight("w_down", layers, hidden, c.intermediate_size, gain=residual_gain)
+    rope = p.buffer("rope", (capacity, hd // 2, 2), "float32", "table", Init("values", values=lambda: rope_table(config, capacity)))
+    cache_shape = (layers, batch, kv, capacity, hd)
+    k_cache = p.buffer("k_cache", cache_shape, "bfloat16", "cache", Init("normal"))
+    v_cache = p.buffer("v_cache", cache_shape, "bfloat16", "cache", Init("normal"))
+    x, x_mid = p.buffer("x", (batch, hidden), "bfloat16"), p.buffer("x_mid", (batch, hidden), "bfloat16")
+    q, attn = p.buffer("q", (batch, heads * hd), "bfloat16"), p.buffer("attn", (batch, heads * hd), "bfloat16")
+    act = p.buffer("act", (batch, c.intermediate_size), "bfloat16")
+    logits = p.buffer("logits", (batch, c.vocab_size), "float32", "output")
+    next_tokens = p.buffer("next_tokens", (batch,), "int32", "output")
+
+    # Where x fits in shared memory the norm is part of the projection; where it does not, it is an op before it.
+    apart = streams_x(batch, hidden)
+    normed = p.buffer("normed", (batch, hidden), "bfloat16") if apart else None
+
+    def projection(kind, name, task, source, norm_weight: View, **views):
+        if apart:
+            p.op("norm", RmsNorm(batch=batch, k=hidden, eps=c.rms_norm_eps), f"{name}.norm", x=source, w=norm_weight, y=normed)
+            p.op(kind, task, name, x=normed, **views)
+        else:
+            p.op(kind, task, name, x=source, norm=norm_weight, **views)
+
+    sizes = {"batch": batch, "k": hidden, "norm": not apart, "eps": c.rms_norm_eps}
+    p.op("embed", Embed(batch=batch, vocab=c.vocab_size, hidden=hidden), tokens=tokens, table=w_embed, x=x)
+    for i in range(layers):
+        at = f"layer{i}"
+        projection("qkv", f"{at}.qkv", Qkv(**sizes, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity), x, norm_attn[i], w=w_qkv[i],
+                   rope=rope, positions=positions, q=q, k_cache=k_cache[i], v_cache=v_cache[i])  # fmt: skip
+        attention = AttentionDecode(batch=batch, kv_heads=kv, group=heads // kv, head_dim=hd, capacity=capacity, context=context)
+        p.op("attention", attention, f"{at}.attention", q=q, k_cache=k_cache[i], v_cache=v_cache[i], positions=positions, out=attn)
+        p.op("o_proj", Linear(batch=batch, k=heads * hd, n=hidden, residual=True), f"{at}.o_proj", x=attn, w=w_o[i], residual=x, y=x_mid)
+        projection("gate_up", f"{at}.gate_up", GateUp(**sizes, n=c.intermediate_size), x_mid, norm_mlp[i], w=w_gate_up[i], y=act)
+        p.op("down", Linear(batch=batch, k=c.intermediate_size, n=hidden, residual=True), f"{at}.down", x=act, w=w_down[i], residual=x_mid, y=x)
+    projection("lm_head", "lm_head", Linear(**sizes, n=c.vocab_size, out="float32"), x, View(norm_final), w=w_lm_head, y=logits)
+    p.op("argmax", Argmax(batch=batch, vocab=c.vocab_size), logits=logits, next=next_tokens)
+    return p

@@ -1,0 +1,109 @@
+"""Whether runs compute what they should: op by op against the NumPy reference, and bit by bit against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuk.program import Op
+from cuk.runs.base import Run
+from cuk.runs.memory import poison, to_numpy
+from cuk.task import widen
+
+COMPARED_ROLES = ("activation", "output", "cache")
+
+
+class CheckFailed(AssertionError):
+    """A run's output differs from the reference or from another run: names the op or buffer, the worst index and both values."""
+
+
+def check(runs: Mapping[str, Run], *, progress: Callable[[Op], None] | None = None) -> None:
+    """Checks GPU runs of one program and sets their `checked`.
+
+    The run named "stream" (or else the first that launches its ops singly) is stepped op by op: each op's outputs are poisoned, the op
+    runs on what the ops before it really left, and the result is held against the float64 reference on those same inputs, at full
+    size. The other runs must then leave the same bits in every activation, output and cache. Raises CheckFailed."""
+    stepped = next((run for run in runs.values() if run.name == "stream"), None)
+    if stepped is None:
+        raise ValueError(f"nothing to check against: runs are {', '.join(runs)}; give a 'stream' run too, which is stepped op by op")
+    check_by_op(stepped, progress)
+    stepped.checked = "reference"
+    for run in runs.values():
+        if run is not stepped and hasattr(run, "launches"):
+            check_bitwise(run, stepped)
+            run.checked = f"bitwise:{stepped.name}"
+
+
+def poison_outputs(run: Run, op: Op | None = None) -> None:
+    """Fills with NaN what a step (or one op) is to write: activations and outputs whole, caches at the new position only."""
+    views = [v for o in ([op] if op else run.program.ops) for v in o.accesses("out")]
+    for view in {str(v): v for v in views}.values():
+        array = view.of(run.buffers)
+        if view.buffer.role == "cache":
+            positions = to_numpy(run.buffers["positions"])
+            for b, position in enumerate(positions):
+                array.view(np.uint16)[b, :, int(position)] = 0xFFFF
+        else:
+            poison(array)
+
+
+def check_by_op(run: Any, progress: Callable[[Op], None] | None = None) -> None:
+    """Steps a stream run and holds each op's stored outputs within its task's `error_bound` of the reference."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    for op, launch in zip(run.program.ops, run.launches, strict=True):
+        poison_outputs(run, op)
+        arrays = {
+            key: to_numpy(view.of(run.buffers))
+            for key, view in op.views.items()
+            if op.task.operands[key].access == "in" or view.buffer.role == "cache"
+        }
+        launch()
+        stream.synchronize()
+        expected = op.task.reference(arrays)
+        bounds = op.task.error_bound(arrays, expected)
+        for key, value in expected.items():
+            compare(f"{op.name}.{key}", to_numpy(op.views[key].of(run.buffers)), value, bounds[key])
+        if progress:
+            progress(op)
+
+
+def compare(what: str, actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
+    """Raises CheckFailed with the worst index and both values unless |actual - expected| <= bound everywhere (NaN never passes)."""
+    found = widen(actual)
+    excess = np.abs(found - expected) - bound
+    bad = ~(excess <= 0)
+    if bad.any():
+        worst = np.unravel_index(int(np.argmax(np.where(np.isnan(excess), np.inf, excess))), excess.shape)
+        at = tuple(int(i) for i in worst)
+        raise CheckFailed(
+            f"{what}{list(at)}: got {found[at]!r}, the reference is {expected[at]!r}, allowed difference {bound[at]:.3g}; "
+            f"{int(bad.sum())} of {bad.size} elements are out of bounds"
+        )
+
+
+def check_bitwise(run: Any, other: Any) -> None:
+    """Runs one step of each with poisoned outputs and raises CheckFailed naming the first buffer that differs, where, and how."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    for one in (run, other):
+        poison_outputs(one)
+        one()
+    stream.synchronize()
+    for name, buffer in run.program.buffers.items():
+        if buffer.role not in COMPARED_ROLES:
+            continue
+        bits = [one.buffers[name].reshape(-1).view(np.uint8) for one in (run, other)]
+        if not bool((bits[0] == bits[1]).all()):
+            mine, theirs = (to_numpy(one.buffers[name]).reshape(-1) for one in (run, other))
+            differs = mine.view(np.uint8).reshape(mine.size, -1) != theirs.view(np.uint8).reshape(mine.size, -1)
+            index = int(np.argmax(differs.any(axis=1)))
+            at = [int(i) for i in np.unravel_index(index, buffer.shape)]
+            raise CheckFailed(
+                f"{run.name} and {other.name} differ in {int(differs.any(axis=1).sum())} of {mine.size} elements of {name}, first at {at}: "
+                f"{mine[index]!r} and {theirs[index]!r}"
+            )

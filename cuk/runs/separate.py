@@ -1,0 +1,206 @@
+"""The runs `stream`, `graph` and `pdl`: one kernel per op, launched one after another, from a graph, or from a graph whose edges
+let each kernel start early and fill its ring before it waits."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuk.machine import Machine
+from cuk.compile import Cubin, compile
+from cuk.launch import Launch, capture
+from cuk.program import Op, Program
+from cuk.runs.base import Run
+from cuk.runs.memory import gpu_buffers
+from cuk.task import Task, pack_args, round_up
+
+THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
+MAX_TEAMS = 6
+TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The shared memory and threads of one kernel, and the words that tell the device (LaunchArgs of kernels/separate.cuh)."""
+
+    num_tasks: int
+    num_stages: int
+    stage_bytes: int
+    shared_bytes: int
+    scratch_bytes: int
+    prefetch: int
+    teams: int
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = round_up(self.teams * self.num_stages * 16, 128)
+        return barriers + self.shared_bytes + self.teams * (self.scratch_bytes + self.num_stages * self.stage_bytes)
+
+    @property
+    def threads(self) -> int:
+        return self.teams * THREADS_PER_TEAM
+
+    def pack(self) -> bytes:
+        return struct.pack("6i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
+
+
+def footprint(task: Task, machine: Machine, *, teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int) -> Footprint:
+    """The footprint of a task's kernel: `stages` ring stages a team, or as many as leave room for `ctas_per_sm` such CTAs on an SM.
+
+    Raises ValueError when the task does not fit, with the bytes needed and allowed."""
+    staged = task.stage_bytes > 0
+
+    def of(count: int) -> Footprint:
+        ahead = count if prefetch is True else min(int(prefetch), count)
+        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams)
+
+    limit = min(machine.smem_per_cta_bytes, machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes)
+    if not staged:
+        return of(0)
+    if stages is None:
+        count = 0
+        while of(count + 1).smem_bytes <= limit:
+            count += 1
+        if count < 2:  # an operand as large as this leaves no room for company
+            limit = machine.smem_per_cta_bytes
+            while of(count + 1).smem_bytes <= limit:
+                count += 1
+        count = min(count, 64)
+    else:
+        count = stages
+    if count < 1 or of(count).smem_bytes > machine.smem_per_cta_bytes:
+        need = of(max(count, 1)).smem_bytes
+        raise ValueError(
+            f"{type(task).__name__}: {max(count, 1)} stages of {task.stage_bytes} bytes for {teams} teams need {need} bytes of shared memory, "
+            f"a CTA can have {machine.smem_per_cta_bytes}; take fewer stages or teams, or a smaller batch"
+        )
+    return of(count)
+
+
+def kernel_name(op: Op) -> str:
+    """What profilers show: the op's kind, prefixed so that no name of the CUDA library is taken."""
+    return f"cuk_{op.kind}"
+
+
+def source_for(op: Op, *, teams: int, pdl: bool, trigger: str) -> str:
+    """The translation unit of one op's kernel, which carries the op's kind in its name."""
+    ctas = max(1, 4 // teams)  # leaves each thread 96 registers or more, and two CTAs of two teams on an SM
+    header = op.task.header
+    return (
+        '#include "kernels/separate.cuh"\n'
+        f'#include "{header}"\n'
+        f'extern "C" __global__ void __launch_bounds__({teams * THREADS_PER_TEAM}, {ctas})\n'
+        f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch) {{\n"
+        f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}>(args, launch);\n"
+        "}\n"
+    )
+
+
+class SeparateRun(Run):
+    """One kernel per op. Switches: teams of each CTA; stages of each team's ring (None: as many as leave room for `ctas_per_sm` CTAs
+    on an SM, the successor's beside this kernel's own)."""
+
+    switches = {"teams": 2, "stages": None, "ctas_per_sm": 2}
+    programmatic = False
+
+    def __init__(
+        self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
+        ctas_per_sm: int, prefetch: bool | int = True, trigger: str = "start", **extra: Any,
+    ):  # fmt: skip
+        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger)
+        super().__init__(program, {name: value for name, value in
+                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger}.items()
+                                   if name in self.switches})  # fmt: skip
+        import cupy
+
+        self.device = cupy.cuda.Device(device) if device is not None else cupy.cuda.Device()
+        with self.device:
+            self.machine = Machine.from_device(self.device.id)
+            self.buffers = gpu_buffers(program, seed, buffers)
+            self.cubins: dict[str, Cubin] = {}
+            self.footprints: dict[str, Footprint] = {}
+            self.launches: list[Launch] = []
+            functions: dict[str, Any] = {}
+            for i, op in enumerate(program.ops):
+                fit = footprint(op.task, self.machine, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
+                source = source_for(op, teams=teams, pdl=self.programmatic, trigger=trigger)
+                if source not in functions:
+                    cubin = compile(source, name=kernel_name(op))
+                    functions[source] = cubin.function()
+                    self.cubins[op.kind] = cubin
+                    self.footprints[op.kind] = fit
+                    self.resources[op.kind] = cubin.resources
+                self.launches.append(
+                    Launch(
+                        functions[source],
+                        grid=min(self.machine.num_sms, op.task.num_tasks),
+                        block=fit.threads,
+                        args=(self._pack(op), fit.pack()),
+                        smem_bytes=fit.smem_bytes,
+                        programmatic=self.programmatic and i > 0,
+                        name=op.name,
+                    )
+                )
+
+    def _pack(self, op: Op) -> bytes:
+        pointers = {f.name: 0 for f in op.task.fields if f.kind == "ptr"}
+        for key, view in op.views.items():
+            pointers[key] = self.buffers[view.buffer.name].data.ptr + view.offset_bytes
+        return pack_args(op.task.fields, {**pointers, **op.task.scalars})
+
+    @property
+    def source(self) -> dict[str, str]:
+        """CUDA C++ of each kind of op's translation unit."""
+        return {kind: cubin.source for kind, cubin in self.cubins.items()}
+
+    @property
+    def ptx(self) -> dict[str, str]:
+        return {kind: cubin.ptx for kind, cubin in self.cubins.items()}
+
+    @property
+    def sass(self) -> dict[str, str]:
+        return {kind: cubin.sass for kind, cubin in self.cubins.items()}
+
+    def __call__(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+class StreamRun(SeparateRun):
+    name = "stream"
+
+
+class GraphRun(SeparateRun):
+    name = "graph"
+
+    def __init__(self, program: Program, **arguments: Any):
+        super().__init__(program, **arguments)
+        with self.device:
+            self.graph = capture(self.launches)
+
+    def __call__(self) -> None:
+        self.graph.launch()
+
+
+class PdlRun(GraphRun):
+    """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
+    successor start: "start", after its last "loads", or at its "end"."""
+
+    name = "pdl"
+    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start"}
+    programmatic = True
+
+
+def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str) -> None:
+    if not 1 <= teams <= MAX_TEAMS:
+        raise ValueError(f"teams={teams}: must be from 1 to {MAX_TEAMS} ({THREADS_PER_TEAM} threads each)")
+    if stages is not None and not 1 <= stages <= 64:
+        raise ValueError(f"stages={stages}: must be from 1 to 64, or None for as many as fit")
+    if not 1 <= ctas_per_sm <= 8:
+        raise ValueError(f"ctas_per_sm={ctas_per_sm}: must be from 1 to 8")
+    if int(prefetch) < 0:
+        raise ValueError(f"prefetch={prefetch}: must be True, False or a number of stages")
+    if trigger not in TRIGGERS:
+        raise ValueError(f"trigger={trigger!r}: must be one of {', '.join(TRIGGERS)}")

@@ -1,0 +1,11 @@
+"""The operators: one file each, with the stem of its device file in cuda_src/tasks."""
+
+from cuk.tasks.argmax import Argmax
+from cuk.tasks.attention_decode import AttentionDecode
+from cuk.tasks.embed import Embed
+from cuk.tasks.gate_up import GateUp
+from cuk.tasks.linear import Linear
+from cuk.tasks.qkv import Qkv
+from cuk.tasks.rms_norm import RmsNorm
+
+__all__ = ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "Qkv", "RmsNorm"]

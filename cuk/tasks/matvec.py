@@ -1,0 +1,88 @@
+"""What every projection has in common (cuda_src/core/matvec.cuh): tiles of eight weight rows against 1 to 16 rows of x."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuk.task import Operand, Task, ceil_div, check_multiple, check_range, round_bf16, round_up, widen
+
+TILE_ROWS = 8
+SEGMENT_K = 256
+PAD_BYTES = 64
+MAX_BATCH = 16
+MAX_RESIDENT_X_BYTES = 66 * 1024
+"""x stays in shared memory up to this size (batch 16 of 2048 columns); beyond, it comes through the ring with the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatvecTask(Task):
+    """A projection of x [batch, k]: sizes, shared memory and the staged norm. `chunk_k` columns make a ring stage."""
+
+    batch: int
+    k: int
+    norm: bool = False
+    eps: float = 1e-5
+    chunk_k: int = 512
+
+    def __post_init__(self):
+        check_range("batch", self.batch, 1, MAX_BATCH, "a tensor-core tile has 16 rows")
+        check_multiple("k", self.k, 8, "weight rows are read 16 bytes at a time")
+        check_multiple("chunk_k", self.chunk_k, 256, "the four warps of a team take 64 columns each")
+        if self.norm and self.stream_x:
+            raise ValueError(
+                f"batch={self.batch}, k={self.k}: x needs {self.batch * self.x_pitch} bytes of shared memory, more than "
+                f"{MAX_RESIDENT_X_BYTES}; normalise it with an RmsNorm op of its own"
+            )
+
+    @property
+    def batch_halves(self) -> int:
+        return 1 if self.batch <= 8 else 2
+
+    @property
+    def x_pitch(self) -> int:
+        return round_up(self.k, 64) * 2 + PAD_BYTES
+
+    @property
+    def stream_x(self) -> bool:
+        return streams_x(self.batch, self.k)
+
+    @property
+    def stage_bytes(self) -> int:
+        pitch = self.chunk_k * 2 + PAD_BYTES
+        return round_up((TILE_ROWS + (self.batch if self.stream_x else 0)) * pitch, 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        if self.stream_x:
+            return 0
+        return round_up(self.batch * (self.x_pitch + 4 * ceil_div(self.k, SEGMENT_K)), 128)
+
+    @property
+    def scratch_bytes(self) -> int:
+        max_batch = 8 * self.batch_halves
+        return round_up(4 * (2 * 4 * max_batch * TILE_ROWS + max_batch), 128)
+
+    @property
+    def matvec_arguments(self) -> str:
+        """The template arguments that core/matvec.cuh takes."""
+        return f"{self.batch_halves}, {str(self.stream_x).lower()}, {self.chunk_k}"
+
+    @property
+    def norm_operand(self) -> dict[str, Operand]:
+        return {"norm": Operand((self.k,), "bfloat16", role="weight")} if self.norm else {}
+
+    def normed(self, arrays, rounded: bool) -> tuple[np.ndarray, np.ndarray]:
+        """x times the norm's weight [batch, k], and 1 / rms [batch, 1] (ones without a norm), in float64."""
+        x = widen(arrays["x"])
+        if not self.norm:
+            return x, np.ones((self.batch, 1))
+        scale = 1.0 / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.eps)
+        x = x * widen(arrays["norm"])
+        return (round_bf16(x) if rounded else x), scale
+
+
+def streams_x(batch: int, k: int) -> bool:
+    """Whether x [batch, k] is too large to stay in shared memory."""
+    return batch * (round_up(k, 64) * 2 + PAD_BYTES) > MAX_RESIDENT_X_BYTES
