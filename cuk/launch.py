@@ -144,14 +144,14 @@ class Launch:
     def _pack(self, driver: Any, args: Sequence[Any]) -> None:
         buffers = [_parameter(a) for a in args]
         if hasattr(driver, "cuFuncGetParamInfo"):
-            index = 0
-            while True:
+            for index in range(len(buffers) + 1):
                 status, _, size = driver.cuFuncGetParamInfo(self.handle, index)
                 if int(status):
                     break
                 if index < len(buffers) and ctypes.sizeof(buffers[index]) != size:
                     raise ValueError(f"{self.name}: argument {index} has {ctypes.sizeof(buffers[index])} bytes, the kernel takes {size}")
-                index += 1
+            else:
+                raise ValueError(f"{self.name}: {len(buffers)} arguments given, the kernel takes more")
             if index != len(buffers):
                 raise ValueError(f"{self.name}: {len(buffers)} arguments given, the kernel takes {index}")
         self._buffers = buffers

@@ -83,7 +83,7 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
     const Filling filling = producer.acquire(lane, Task::chunk_bytes(args, at.task, at.chunk));
     Task::load_independent(args, at.task, at.chunk, filling);
-    Task::load_dependent(args, at.task, at.chunk, filling);
+    if constexpr (Task::kHasDependentLoads) Task::load_dependent(args, at.task, at.chunk, filling);
   }
 }
 
