@@ -43,20 +43,25 @@ struct Matvec {
   // Crew's shared memory: x [batch][x_pitch], then the sums of squares [batch][segments].
   static __device__ int x_pitch(int k) { return round_up(k, kBlockK) * 2 + kPadBytes; }
 
-  // ---- producer: chunk c of the tile's rows; row(r) is the weight row of tile row r, or -1 where there is none ----
+  // ---- producer, one lane: a chunk of the tile's columns ----
   static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
   static __device__ u32 columns_bytes(int k, int chunk) { return 2u * static_cast<u32>(min(kChunkK, k - chunk * kChunkK)); }
   static __device__ u32 chunk_bytes(int num_rows, int batch, int k, int chunk) {
     return columns_bytes(k, chunk) * static_cast<u32>(num_rows + (kStreamX ? batch : 0));
   }
-  static __device__ void load_weights(const Filling& filling, const bf16* w, int row, int k, int chunk) {
-    if (filling.lane < kTileRows && row >= 0)
-      filling.copy(filling.lane * kPitch, w + static_cast<size_t>(row) * k + chunk * kChunkK, columns_bytes(k, chunk));
+  // row(r) is the weight row of tile row r, for r < num_rows.
+  template <class Row>
+  static __device__ void load_weights(const Filling& filling, const bf16* w, int num_rows, Row row, int k, int chunk) {
+    const u32 bytes = columns_bytes(k, chunk);
+#pragma unroll
+    for (int r = 0; r < kTileRows; ++r)
+      if (r < num_rows) filling.copy(r * kPitch, w + static_cast<size_t>(row(r)) * k + chunk * kChunkK, bytes);
   }
   static __device__ void load_x(const Filling& filling, const bf16* x, int batch, int k, int chunk) {
-    if (filling.lane < batch)
-      filling.copy((kTileRows + filling.lane) * kPitch, x + static_cast<size_t>(filling.lane) * k + chunk * kChunkK,
-                   columns_bytes(k, chunk));
+    const u32 bytes = columns_bytes(k, chunk);
+#pragma unroll 4
+    for (int b = 0; b < batch; ++b)
+      filling.copy((kTileRows + b) * kPitch, x + static_cast<size_t>(b) * k + chunk * kChunkK, bytes);
   }
 
   // ---- crew: x into shared memory, times the norm's weight where there is one, and the squares of x summed ----

@@ -52,32 +52,23 @@ struct RingConsumer {
   }
 };
 
-// One stage being filled: a task adds its copies through this.
+// One stage being filled, by one lane: a task adds its copies through this.
 struct Filling {
   char* stage;
   u64* full;
-  int lane;
-  __device__ void copy(int offset, const void* source, u32 bytes) const {
-    bulk_load(stage + offset, source, bytes, full);
-  }
+  __device__ void copy(int offset, const void* source, u32 bytes) const { bulk_load(stage + offset, source, bytes, full); }
 };
 
 struct RingProducer {
   const Ring& ring;
   RingCursor at;
 
-  // Waits for the stage to be free and announces `bytes`. The whole producer warp calls this.
-  __device__ Filling acquire(int lane, u32 bytes) {
-    mbarrier_wait(&ring.empty[at.stage], at.phase ^ 1);
-    if (lane == 0) mbarrier_arrive_expect_tx(&ring.full[at.stage], bytes);
-    __syncwarp();
-    Filling filling = here(lane);
-    at.advance(ring.num_stages);
-    return filling;
-  }
-  __device__ Filling here(int lane) const {
-    return {ring.stages + at.stage * ring.stage_bytes, &ring.full[at.stage], lane};
-  }
+  // The stage that comes next. The whole producer warp waits for it to be free.
+  __device__ void wait() { mbarrier_wait(&ring.empty[at.stage], at.phase ^ 1); }
+  __device__ Filling here() const { return {ring.stages + at.stage * ring.stage_bytes, &ring.full[at.stage]}; }
+  // By the lane that fills: the bytes that will come.
+  __device__ void announce(u32 bytes) const { mbarrier_arrive_expect_tx(&ring.full[at.stage], bytes); }
+  __device__ void advance() { at.advance(ring.num_stages); }
 };
 
 }  // namespace cuk

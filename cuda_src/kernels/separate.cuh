@@ -59,31 +59,38 @@ struct ChunkCursor {
   }
 };
 
+// The producer warp waits as a whole; its elected lane announces and issues. Always the same lane: elect.sync picks it by the mask.
 template <class Task, class Policy>
 __device__ void produce(const typename Task::Args& args, const LaunchArgs& launch, const Ring& ring, int first, int stride,
-                        int lane, Policy& policy) {
+                        Policy& policy) {
   RingProducer producer{ring, {}};
   ChunkCursor<Task> at(args, launch.num_tasks, first, stride);
   const int ahead = min(launch.prefetch, launch.num_stages);
+  const bool elected = elect_one();
   if constexpr (Task::kHasDependentLoads) {
     // The independent halves of the first stages, the wait, then their dependent halves.
     ChunkCursor<Task> behind = at;
     RingProducer late = producer;
     int early = 0;
-    for (; early < ahead && !at.done(); ++early, at.advance())
-      Task::load_independent(args, at.task, at.chunk, producer.acquire(lane, Task::chunk_bytes(args, at.task, at.chunk)));
-    policy.wait();
-    for (; early > 0; --early, behind.advance()) {
-      Task::load_dependent(args, behind.task, behind.chunk, late.here(lane));
-      late.at.advance(ring.num_stages);
+    for (; early < ahead && !at.done(); ++early, at.advance(), producer.advance()) {
+      if (!elected) continue;  // the first stages are free
+      producer.announce(Task::chunk_bytes(args, at.task, at.chunk));
+      Task::load_independent(args, at.task, at.chunk, producer.here());
     }
+    policy.wait();
+    for (; early > 0; --early, behind.advance(), late.advance())
+      if (elected) Task::load_dependent(args, behind.task, behind.chunk, late.here());
   }
 #pragma unroll 1
-  for (int issued = 0; !at.done(); ++issued, at.advance()) {
+  for (int issued = 0; !at.done(); ++issued, at.advance(), producer.advance()) {
     if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
-    const Filling filling = producer.acquire(lane, Task::chunk_bytes(args, at.task, at.chunk));
-    Task::load_independent(args, at.task, at.chunk, filling);
-    if constexpr (Task::kHasDependentLoads) Task::load_dependent(args, at.task, at.chunk, filling);
+    producer.wait();
+    if (elected) {
+      producer.announce(Task::chunk_bytes(args, at.task, at.chunk));
+      Task::load_independent(args, at.task, at.chunk, producer.here());
+      if constexpr (Task::kHasDependentLoads) Task::load_dependent(args, at.task, at.chunk, producer.here());
+    }
+    __syncwarp();
   }
 }
 
@@ -114,7 +121,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   SeparatePolicy<kPdl> policy;
   if (!is_consumer) {
-    produce<Task>(args, launch, ring, first, stride, thread % kWarpSize, policy);
+    produce<Task>(args, launch, ring, first, stride, policy);
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();
     return;
   }

@@ -81,14 +81,17 @@ struct AttentionDecode {
     return static_cast<u32>(min(kPositions, a.positions[w.b] - first)) * (2 * kRowBytes);
   }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    if (filling.lane >= 8) return;
     const Where w = where(a, task);
-    const int row = (chunk_range(a, w).x + chunk) * kPositions + filling.lane % 4 * kBlockRows;
-    const int rows = min(kBlockRows, a.positions[w.b] - row);
-    if (rows <= 0) return;
-    const bf16* cache = filling.lane < 4 ? a.k_cache : a.v_cache;
-    filling.copy(filling.lane * kBlockPitch, cache + cache_offset(a, w) + static_cast<size_t>(row) * kHeadDim,
-                 static_cast<u32>(rows) * kRowBytes);
+    const int first = (chunk_range(a, w).x + chunk) * kPositions;
+    const int left = a.positions[w.b] - first;
+    const size_t at = cache_offset(a, w) + static_cast<size_t>(first) * kHeadDim;
+#pragma unroll
+    for (int block = 0; block < 8; ++block) {
+      const int row = block % 4 * kBlockRows, rows = min(kBlockRows, left - row);
+      if (rows > 0)
+        filling.copy(block * kBlockPitch, (block < 4 ? a.k_cache : a.v_cache) + at + row * kHeadDim,
+                     static_cast<u32>(rows) * kRowBytes);
+    }
   }
   static __device__ void load_dependent(const Args&, int, int, const Filling&) {}
 

@@ -23,8 +23,8 @@ struct Linear : Matvec<kBatchHalves, kStreamX, kChunkK> {
     return Base::chunk_bytes(min(kTileRows, a.n - task * kTileRows), a.batch, a.k, chunk);
   }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    const int row = task * kTileRows + filling.lane;
-    Base::load_weights(filling, a.w, row < a.n ? row : -1, a.k, chunk);
+    const int first = task * kTileRows;
+    Base::load_weights(filling, a.w, min(kTileRows, a.n - first), [=](int r) { return first + r; }, a.k, chunk);
   }
   static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
     Base::load_x(filling, a.x, a.batch, a.k, chunk);

@@ -32,7 +32,8 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
     return Base::chunk_bytes(kTileRows, a.batch, a.hidden, chunk);
   }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    Base::load_weights(filling, a.w, task / kTilesPerHead * kHeadDim + dim(task, filling.lane % kTileRows), a.hidden, chunk);
+    const int first = task / kTilesPerHead * kHeadDim + dim(task, 0);
+    Base::load_weights(filling, a.w, kTileRows, [=](int r) { return first + r % 4 + r / 4 * (kHeadDim / 2); }, a.hidden, chunk);
   }
   static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
     Base::load_x(filling, a.x, a.batch, a.hidden, chunk);
