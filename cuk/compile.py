@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -13,24 +11,22 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-ARCH = "sm_90a"
-DEFAULT_OPTIONS = ("--std=c++17", "--fmad=false", "--generate-line-info")
-"""fmad off: otherwise the compiler contracts a multiply and an add in one kernel and not in another (see docs/design.md, Numbers)."""
+from cuk import nvrtc
+from cuk.nvrtc import ARCH, DEFAULT_OPTIONS, CompileError
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+__all__ = ["ARCH", "DEFAULT_OPTIONS", "CompileError", "Cubin", "Layout", "Resources", "compile", "cuda_src", "default_cache_dir", "layout"]
 
-
-class CompileError(RuntimeError):
-    """A kernel that does not compile; the message has the compiler's own lines, with the user's file and line."""
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(\w+))', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread; spill, stack and static shared-memory bytes; bytes of machine code."""
+    """What one kernel takes: registers a thread; bytes of a thread that spills store and load (their sum) and of its stack; static
+    shared memory and machine code in bytes. The compiler's own report (ptxas -v); the last from the cubin's section table."""
 
     registers: int
     spill_bytes: int
@@ -50,40 +46,41 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel. `path` is its file in the cache, `log` the compiler's output."""
+    """A compiled kernel: `code` is the cubin, `path` its file in the cache, `log` the compiler's output, `key` what it is cached under."""
 
     name: str
     source: str
-    key: str
+    code: bytes = field(repr=False)
     path: Path
-    log: str
+    key: str
+    log: str = field(repr=False)
     resources: Resources
     include_dirs: tuple[str, ...] = field(repr=False, default=())
     options: tuple[str, ...] = field(repr=False, default=())
 
-    @property
-    def code(self) -> bytes:
-        return self.path.read_bytes()
-
     @cached_property
     def ptx(self) -> str:
         """The PTX of the same source and options, compiled when first asked for."""
-        return _nvrtc(self.source, self.name, "ptx", self.include_dirs, self.options)[0].decode().rstrip("\0")
+        return nvrtc.run(self.source, self.name, "ptx", self.include_dirs, self.options)[0].decode().rstrip("\0")
 
     @cached_property
     def sass(self) -> str:
-        """The machine code as text. Raises FileNotFoundError without nvdisasm (PyPI: nvidia-cuda-nvdisasm)."""
-        tool = _find_nvdisasm()
-        return subprocess.run([tool, "-c", str(self.path)], check=True, capture_output=True, text=True).stdout
+        """The machine code as text. Raises FileNotFoundError, saying how to get it, without nvdisasm."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.code)
+            file.flush()
+            return subprocess.run([nvrtc.find_nvdisasm(), "-c", file.name], check=True, capture_output=True, text=True).stdout
 
     def load(self) -> Any:
         """A cupy.RawModule on the current device."""
         import cupy
 
+        if not self.path.is_file():  # the cache was emptied since
+            _write_whole(self.path, self.code)
         return cupy.RawModule(path=str(self.path))
 
     def function(self, name: str | None = None) -> Any:
-        """The kernel, ready for cuk.launch.Launch or for CuPy's own call."""
+        """The kernel (or another one of the same source), ready for cuk.launch.Launch or for CuPy's own call."""
         return self.load().get_function(name or self.name)
 
 
@@ -101,23 +98,24 @@ def compile(
     *,
     name: str,
     include_dirs: Sequence[str | os.PathLike] = (),
-    options: Sequence[str] = DEFAULT_OPTIONS,
+    options: Sequence[str] = (),
     arch: str = ARCH,
     cache_dir: str | os.PathLike | None = None,
 ) -> Cubin:
-    """The cubin of one translation unit, from the cache or compiled.
+    """The cubin of one translation unit, from the cache or compiled. Several processes and threads may do so at once.
 
-    source: CUDA C++ text with an extern "C" kernel called `name`; includes are looked up in `include_dirs`, then in cuda_src().
-    options: NVRTC's. The cache key covers the source, the text
-    of every included header, options, architecture and compiler version. Raises CompileError, ImportError (no NVRTC)."""
-    dirs = tuple(str(Path(d).resolve()) for d in (*include_dirs, cuda_src()))
-    options = (f"--gpu-architecture={arch}", *options)
-    key = cache_key(source, name, dirs, options)
+    source: CUDA C++ text with an extern "C" kernel called `name`. Headers are looked up in `include_dirs`, in cuda_src(), then among
+    those of the CUDA toolkit where they are installed; never in the working directory. options: NVRTC's, on top of DEFAULT_OPTIONS
+    (one of the same name replaces the default). The cache key covers the source, path and text of every included header, options,
+    architecture and compiler. Raises CompileError; ImportError without NVRTC; ValueError for an option that must be an argument."""
+    dirs = _search_path(include_dirs)
+    merged = nvrtc.merged_options(options, arch)
+    key = cache_key(source, name, dirs, merged)
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     known = _memo.get((str(folder), key))
     if known is None:
-        known = _read_cached(folder, key, source, name, dirs, options) or _compile_into(folder, key, source, name, dirs, options)
-        _memo[(str(folder), key)] = known
+        found = _read_cached(folder, key) or _compile_into(folder, key, source, name, dirs, merged)
+        known = _memo[(str(folder), key)] = Cubin(name, source, found[0], folder / f"{key}.cubin", key, *found[1:], dirs, merged)
     return known
 
 
@@ -126,102 +124,82 @@ _memo: dict[tuple[str, str], Cubin] = {}
 
 def default_cache_dir() -> Path:
     """$CUK_CACHE_DIR, or `cuk` in the platform's cache folder."""
-    if "CUK_CACHE_DIR" in os.environ:
+    if os.environ.get("CUK_CACHE_DIR"):
         return Path(os.environ["CUK_CACHE_DIR"])
-    base = os.environ.get("XDG_CACHE_HOME") or (
-        os.path.expanduser("~/Library/Caches") if sys.platform == "darwin" else os.path.expanduser("~/.cache")
-    )
-    return Path(base) / "cuk"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "cuk"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "cuk"
+
+
+def _search_path(include_dirs: Sequence[str | os.PathLike]) -> tuple[str, ...]:
+    return tuple(str(Path(folder).resolve()) for folder in (*include_dirs, cuda_src(), *nvrtc.toolkit_include_dirs()))
 
 
 def cache_key(source: str, name: str, include_dirs: Sequence[str], options: Sequence[str]) -> str:
-    """SHA-256 over everything that goes into a compilation."""
+    """SHA-256 over everything that goes into a compilation. A header's path is part of it, since line information holds it."""
     digest = hashlib.sha256()
-    parts = [source, name, json.dumps(list(options)), *compiler_version()]
+    parts = [source, name, json.dumps(list(options)), *nvrtc.compiler_version()]
     for path, text in sorted(included_headers(source, include_dirs).items()):
         parts += [path, text]
     for part in parts:
-        digest.update(f"{len(part)}:".encode())
-        digest.update(part.encode())
+        content = part.encode()
+        digest.update(f"{len(content)}:".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 
 def included_headers(source: str, include_dirs: Sequence[str]) -> dict[str, str]:
-    """Path -> text of every header that the source includes, directly or not, and that is found in the include folders, beside the
-    header that asks for it, or by its absolute path. Compiler headers that are not found are covered by the compiler's version."""
+    """Path -> text of every header that the source includes, directly or not, wherever the compiler would find it: beside the header
+    that asks for it (in quotes), in the include folders, or by its absolute path. Headers built into the compiler are covered by
+    its version. Conditions are not evaluated, so a header too many may count.
+
+    Raises CompileError for `#include MACRO` outside the CUDA toolkit's headers: what it includes is not known here."""
+    toolkit = tuple(str(folder) + os.sep for folder in nvrtc.toolkit_include_dirs())
     found: dict[str, str] = {}
-    waiting = [(source, None)]
+    waiting: list[tuple[str | None, tuple[tuple[str, str, str, int], ...]]] = [(None, _includes(source))]
     while waiting:
-        text, beside = waiting.pop()
-        for quoted, angled in _INCLUDE.findall(text):
-            target = quoted or angled
-            for folder in ([beside] if beside and quoted else []) + list(include_dirs):
-                path = os.path.normpath(os.path.join(folder, target))
+        asker, includes = waiting.pop()
+        for quoted, angled, computed, line in includes:
+            if computed:
+                if asker is None or not asker.startswith(toolkit):
+                    raise CompileError(
+                        f"{asker or 'source'}:{line}: #include {computed}: the compile cache cannot follow a macro; name the header",
+                        file=asker,
+                        line=line,
+                    )
+                continue
+            for folder in ([os.path.dirname(asker)] if asker and quoted else []) + list(include_dirs):
+                path = os.path.normpath(os.path.join(folder, quoted or angled))
                 if path in found:
                     break
-                if os.path.isfile(path):
-                    found[path] = Path(path).read_text()
-                    waiting.append((found[path], os.path.dirname(path)))
+                header = _header(path)
+                if header is not None:
+                    found[path] = header[0]
+                    waiting.append((path, header[1]))
                     break
     return found
 
 
-@cache
-def compiler_version() -> tuple[str, ...]:
-    """What identifies the compiler: NVRTC's version, and its package's where it came as one. Raises ImportError saying what to install."""
-    nvrtc = _bindings()
+def _includes(text: str) -> tuple[tuple[str, str, str, int], ...]:
+    """(quoted, angled, computed, line) of every #include; one of the first three is not empty."""
+    return tuple((*match.groups(default=""), text.count("\n", 0, match.start()) + 1) for match in _INCLUDE.finditer(text))
+
+
+_headers: dict[str, tuple[tuple[int, int, int], str, tuple]] = {}
+
+
+def _header(path: str) -> tuple[str, tuple] | None:
+    """Text and includes of a header, read again only when its stamp has changed; None where there is no such file."""
     try:
-        status, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:
-        raise ImportError(f"NVRTC cannot be loaded ({error}): pip install 'cuk[cuda13]' (or cuda12)") from error
-    if int(status):
-        raise ImportError(f"NVRTC answers {status}: reinstall it with pip install nvidia-cuda-nvrtc")
-    found = []
-    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return (f"NVRTC {major}.{minor}", *found)
-
-
-@cache
-def _bindings() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise ImportError("compiling needs cuda.bindings and NVRTC: pip install 'cuk[cuda13]' (or cuda12)") from error
-    return nvrtc
-
-
-def _nvrtc(source: str, name: str, target: str, include_dirs: Sequence[str], options: Sequence[str]) -> tuple[bytes, str]:
-    """("cubin" or "ptx" of one translation unit, log). Straight from NVRTC's bindings: cuda.core's Program asks the driver for
-    its version on the way (for PTX always, for cubins before its release 1.0), and a machine that compiles need not have one."""
-    nvrtc = _bindings()
-
-    def checked(result: tuple) -> Any:
-        if int(result[0]):
-            raise CompileError(f"kernel {name!r}: NVRTC answers {result[0]}")
-        return result[1] if len(result) > 1 else None
-
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
-    try:
-        arguments = _arguments(target, include_dirs, options)
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [argument.encode() for argument in arguments])
-        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
-        checked(nvrtc.nvrtcGetProgramLog(program, log))
-        text = log.decode(errors="replace").rstrip("\0")
-        if int(status):
-            raise CompileError(f"kernel {name!r} does not compile ({status}):\n{text.strip() or 'the compiler gave no reason'}")
-        size, get = (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN) if target == "cubin" else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-        code = b" " * checked(size(program))
-        checked(get(program, code))
-        return code, text
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _arguments(target: str, include_dirs: Sequence[str], options: Sequence[str]) -> list[str]:
-    arguments = [o.replace("=sm_", "=compute_") if target == "ptx" and o.startswith("--gpu-architecture") else o for o in options]
-    return arguments + [f"--include-path={folder}" for folder in include_dirs] + (["--ptxas-options=-v"] if target == "cubin" else [])
+        status = os.stat(path)
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        known = _headers.get(path)
+        if known is None or known[0] != stamp:
+            text = Path(path).read_text(errors="replace")
+            known = _headers[path] = (stamp, text, _includes(text))
+        return known[1:]
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
 
 
 def parse_resources(log: str, name: str, code: bytes) -> Resources:
@@ -236,7 +214,7 @@ def parse_resources(log: str, name: str, code: bytes) -> Resources:
         return int(match.group(1)) if match else 0
 
     if not re.search(r"Used \d+ registers", part):
-        raise CompileError(f"kernel {name!r}: the compiler reported no registers; is there an extern \"C\" kernel of that name?\n{log}")
+        raise CompileError(f'kernel {name!r}: the source has no extern "C" __global__ function of that name\n{log}', log=log)
     return Resources(
         registers=number(r"Used (\d+) registers"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
@@ -264,64 +242,66 @@ def _section(elf: bytes, section: str) -> bytes:
     return b""
 
 
-def _compile_into(folder: Path, key: str, source: str, name: str, dirs: tuple[str, ...], options: Sequence[str]) -> Cubin:
-    code, log = _nvrtc(source, name, "cubin", dirs, options)
+def _compile_into(
+    folder: Path, key: str, source: str, name: str, dirs: tuple[str, ...], options: Sequence[str]
+) -> tuple[bytes, str, Resources]:
+    """(cubin, log, resources), compiled and written to the cache."""
+    code, log = nvrtc.run(source, name, "cubin", dirs, options)
     resources = parse_resources(log, name, code)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}.cubin"
-    digest = hashlib.sha256(code).hexdigest()
-    # The report is written last: an entry without one is not an entry.
-    _write_whole(path, code)
-    report = {"name": name, "log": log, "resources": asdict(resources), "code_sha256": digest, "compiler": compiler_version()}
-    _write_whole(folder / f"{key}.json", json.dumps(report, indent=1).encode())
-    return Cubin(name, source, key, path, log, resources, dirs, options)
+    report = {
+        "name": name,
+        "log": log,
+        "resources": asdict(resources),
+        "code_sha256": hashlib.sha256(code).hexdigest(),
+        "compiler": nvrtc.compiler_version(),
+        "options": list(options),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The report comes last: an entry without one is not an entry.
+        _write_whole(folder / f"{key}.cubin", code)
+        _write_whole(folder / f"{key}.json", json.dumps(report, indent=1).encode())
+    except OSError as error:
+        raise OSError(f"the compile cache {folder} cannot be written ({error}): set CUK_CACHE_DIR to a folder that can") from error
+    return code, log, resources
 
 
-def _read_cached(folder: Path, key: str, source: str, name: str, dirs: tuple[str, ...], options: Sequence[str]) -> Cubin | None:
-    path = folder / f"{key}.cubin"
+def _read_cached(folder: Path, key: str) -> tuple[bytes, str, Resources] | None:
+    """(cubin, log, resources), or None where the entry is absent, corrupt or from another version: it is compiled again."""
     try:
         report = json.loads((folder / f"{key}.json").read_text())
-        if hashlib.sha256(path.read_bytes()).hexdigest() != report["code_sha256"]:
+        code = (folder / f"{key}.cubin").read_bytes()
+        if hashlib.sha256(code).hexdigest() != report["code_sha256"]:
             return None
-        return Cubin(name, source, key, path, report["log"], Resources(**report["resources"]), dirs, options)
+        return code, str(report["log"]), Resources(**report["resources"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent, half-written by another version, or corrupt: compiled again
+        return None
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink()
         raise
 
 
 def layout(source: str, struct: str, fields: Sequence[str], *, include_dirs: Sequence[str | os.PathLike] = ()) -> Layout:
-    """How the compiler itself lays out `struct` (a C++ type that `source` makes known) with these members: the constants that it
-    stores in the PTX of a kernel that writes down size, alignment and addresses within an object at 0."""
-    values = ["sizeof(cuk_struct)", "alignof(cuk_struct)"] + [f"&reinterpret_cast<cuk_struct*>(0)->{name}" for name in fields]
+    """Size, alignment and offsets of `fields` in `struct`, a C++ type that `source` makes known, as the compiler itself lays it out.
+
+    They are the constants that a kernel stores, read from its PTX; an offset is a member's address in an object at 0, since NVRTC
+    has no offsetof before 13.5. Raises CompileError, e.g. for a member that does not exist."""
+    values = ["sizeof(cuk_struct)", "alignof(cuk_struct)", *(f"&reinterpret_cast<cuk_struct*>(0)->{name}" for name in fields)]
     stores = "".join(f"  *out = (unsigned long long)({value});\n" for value in values)
-    unit = f'{source}\nusing cuk_struct = {struct};\nextern "C" __global__ void cuk_layout(volatile unsigned long long* out) {{\n{stores}}}\n'
-    dirs = tuple(str(Path(d).resolve()) for d in (*include_dirs, cuda_src()))
-    ptx = _nvrtc(unit, "cuk_layout", "ptx", dirs, (f"--gpu-architecture={ARCH}", *DEFAULT_OPTIONS))[0].decode()
+    kernel = f'extern "C" __global__ void cuk_layout(volatile unsigned long long* out) {{\n{stores}}}\n'
+    unit = f"{source}\nusing cuk_struct = {struct};\n{kernel}"
+    ptx = nvrtc.run(unit, "cuk_layout", "ptx", _search_path(include_dirs), nvrtc.merged_options((), ARCH))[0].decode()
     known = dict(re.findall(r"mov\.[bu]64\s+(%rd\d+), (\d+);", ptx))
     stored = re.findall(r"st\.volatile\.\S+\s+\[[^\]]+\], (%rd\d+|\d+);", ptx)
     numbers = [int(known.get(value, value)) for value in stored if value in known or value.isdigit()]
     if len(numbers) != len(values):
-        raise CompileError(f"{struct}: the compiler left {len(numbers)} of {len(values)} constants of its layout in the PTX")
+        raise CompileError(f"{struct}: the compiler left {len(numbers)} of the {len(values)} numbers of its layout in the PTX", log=ptx)
     return Layout(numbers[0], numbers[1], dict(zip(fields, numbers[2:], strict=True)))
-
-
-def _find_nvdisasm() -> str:
-    import shutil
-
-    found = shutil.which("nvdisasm")
-    if found:
-        return found
-    for folder in sys.path:
-        for path in Path(folder).glob("nvidia/*/bin/nvdisasm") if folder and Path(folder).is_dir() else ():
-            return str(path)
-    raise FileNotFoundError("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
