@@ -42,6 +42,10 @@ struct Matvec {
 
   // Crew's shared memory: x [batch][x_pitch], then the sums of squares [batch][segments].
   static __device__ int x_pitch(int k) { return round_up(k, kBlockK) * 2 + kPadBytes; }
+  // Where a task's own shared operands may follow.
+  static __device__ int x_bytes(int batch, int k) {
+    return kStreamX ? 0 : round_up(batch * (x_pitch(k) + 4 * ceil_div(k, kSegmentK)), 16);
+  }
 
   // ---- producer, one lane: a chunk of the tile's columns ----
   static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
@@ -70,30 +74,33 @@ struct Matvec {
   static __device__ void stage_x(const bf16* x, const bf16* norm, int batch, int k, char* shared, const Crew& crew,
                                  Policy& policy) {
     const int units = ceil_div(k, kSegmentK) * kWarpSize;  // 16-byte units of a row, in whole warps
-    const int pitch = x_pitch(k);
+    const int pitch = x_pitch(k), total = batch * units;
     float* squares = reinterpret_cast<float*>(shared + batch * pitch);
-    Vec16 weight{};
-    int unit = crew.thread % units;
-    if (kNorm && unit * 8 < k) weight = load_constant(norm + unit * 8);
+    // kDepth loads in flight a thread: one L2 latency covers a row of 8192 columns with two teams.
+    Vec16 weight[kDepth] = {}, v[kDepth];
+    if constexpr (kNorm) load_units(norm, weight, crew.thread, crew.num_threads, total, units, k, false);
     policy.wait();
-    for (int i = crew.thread; i < batch * units; i += crew.num_threads) {
-      const int row = i / units;
-      unit = i - row * units;
-      const bool inside = unit * 8 < k;
-      Vec16 v{};
-      if (inside) v = *reinterpret_cast<const Vec16*>(x + static_cast<size_t>(row) * k + unit * 8);
-      if (kNorm) {
-        if (i != crew.thread && inside) weight = load_constant(norm + unit * 8);
-        float sum = 0.f;
-        v.x = scale_and_square(v.x, weight.x, sum);
-        v.y = scale_and_square(v.y, weight.y, sum);
-        v.z = scale_and_square(v.z, weight.z, sum);
-        v.w = scale_and_square(v.w, weight.w, sum);
+#pragma unroll 1
+    for (int first = crew.thread; first < total; first += kDepth * crew.num_threads) {
+      load_units(x, v, first, crew.num_threads, total, units, k, true);
+      if (kNorm && first != crew.thread) load_units(norm, weight, first, crew.num_threads, total, units, k, false);
 #pragma unroll
-        for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
-        if (unit % kWarpSize == 0) squares[row * (units / kWarpSize) + unit / kWarpSize] = sum;
+      for (int d = 0; d < kDepth; ++d) {
+        const int i = first + d * crew.num_threads;
+        if (i >= total) break;  // whole warps: total and num_threads are multiples of 32
+        const int row = batch == 1 ? 0 : i / units, unit = i - row * units;
+        if constexpr (kNorm) {
+          float sum = 0.f;
+          v[d].x = scale_and_square(v[d].x, weight[d].x, sum);
+          v[d].y = scale_and_square(v[d].y, weight[d].y, sum);
+          v[d].z = scale_and_square(v[d].z, weight[d].z, sum);
+          v[d].w = scale_and_square(v[d].w, weight[d].w, sum);
+#pragma unroll
+          for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
+          if (unit % kWarpSize == 0) squares[row * (units / kWarpSize) + unit / kWarpSize] = sum;
+        }
+        if (unit * 8 < k) *reinterpret_cast<Vec16*>(shared + row * pitch + unit * 16) = v[d];
       }
-      if (inside) *reinterpret_cast<Vec16*>(shared + row * pitch + unit * 16) = v;
     }
     crew.sync();
   }
@@ -181,6 +188,23 @@ struct Matvec {
   }
 
  private:
+  static constexpr int kDepth = 4;
+
+  // Units first, first + step, … of [rows, k], as far as they exist; `by_row` false: the same row for every row of x.
+  static __device__ void load_units(const bf16* source, Vec16 (&to)[kDepth], int first, int step, int total, int units, int k,
+                                    bool by_row) {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int i = first + d * step;
+      const int row = total == units ? 0 : i / units, unit = i - row * units;
+      to[d] = Vec16{};
+      if (i < total && unit * 8 < k) {
+        const bf16* at = source + (by_row ? static_cast<size_t>(row) * k : 0) + unit * 8;
+        to[d] = by_row ? *reinterpret_cast<const Vec16*>(at) : load_constant(at);
+      }
+    }
+  }
+
   static __device__ u32 scale_and_square(u32 x, u32 weight, float& sum) {
     const float low = low_to_float(x), high = high_to_float(x);
     sum = fmaf(low, low, sum);

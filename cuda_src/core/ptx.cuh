@@ -166,6 +166,11 @@ __device__ __forceinline__ void bulk_load_hint(void* destination, const void* so
       : "memory");
 }
 
+// Global memory into L2, `bytes` a multiple of 16, the address 16-byte aligned. A hint: nothing waits for it, nothing depends on it.
+__device__ __forceinline__ void bulk_prefetch_l2(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // ---- programmatic dependent launch ----
 
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -20,7 +20,9 @@ struct Argmax : Ringless {
     int vocab, segments;
   };
 
-  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch, int) {
+  template <class Policy>
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch,
+                                 int, Policy&) {
     const int row = task / a.segments, first = task % a.segments * kSegment;
     const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
     const int end = min(first + kSegment, a.vocab);

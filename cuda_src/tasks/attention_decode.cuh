@@ -97,9 +97,7 @@ struct AttentionDecode {
 
   // ---- team ----
   template <class Policy>
-  static __device__ void prepare(const Args&, const Crew&, const Team&, char*, char*, Policy& policy) {
-    policy.wait();
-  }
+  static __device__ void prepare(const Args&, const Crew&, const Team&, char*, char*, Policy&) {}
 
   // What a warp carries along the context. Scores have query head g = lane / 4 in their rows, so the running maximum and this
   // lane's share of the sum belong to head g; outputs are kept transposed: out[m] holds columns 8 g + 2 (m % 4) and the next
@@ -168,11 +166,14 @@ struct AttentionDecode {
     }
   }
 
-  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char*, char* scratch, int) {
+  template <class Policy>
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char*, char* scratch,
+                                 int, Policy& policy) {
     const Where w = where(a, task);
     const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
     const int2 range = chunk_range(a, w);
     const int position = a.positions[w.b];
+    policy.wait();
     State s;
     const bf16* q = a.q + query_offset(a, w) + g * kHeadDim + t * 8;
 #pragma unroll
@@ -241,8 +242,6 @@ struct AttentionDecode {
       const int head = i / kHeadDim;
       Merge merge;
 #pragma unroll
-      for (int v = 0; v < kTeamWarps; ++v) merge.raise(ml[(v * 2) * kHeads + head]);
-#pragma unroll
       for (int v = 0; v < kTeamWarps; ++v)
         merge.add(ml[(v * 2) * kHeads + head], ml[(v * 2 + 1) * kHeads + head], outs[v * out_stride + i]);
       partial[i] = merge.out;
@@ -266,8 +265,6 @@ struct AttentionDecode {
       const float* partial = a.partial + static_cast<size_t>(first) * stride + i;
       Merge merge;
 #pragma unroll 8
-      for (int split = 0; split < a.splits; ++split) merge.raise(ml[split * 2 * a.heads_per_task]);
-#pragma unroll 8
       for (int split = 0; split < a.splits; ++split)
         merge.add(ml[split * 2 * a.heads_per_task], ml[(split * 2 + 1) * a.heads_per_task], partial[static_cast<size_t>(split) * stride]);
       out[i] = to_bf16(__fdiv_rn(merge.out, merge.sum));
@@ -275,14 +272,16 @@ struct AttentionDecode {
   }
 
  private:
-  // Partial softmaxes into one: raise() over all of their maxima first, then add() each in index order.
+  // Partial softmaxes into one, in the order of add(): in one pass, so that all the partials' loads are in flight together.
   struct Merge {
     float maximum = -infinity(), sum = 0.f, out = 0.f;
-    __device__ void raise(float other) { maximum = fmaxf(maximum, other); }
     __device__ void add(float other_maximum, float other_sum, float other_out) {
-      const float weight = other_maximum == -infinity() ? 0.f : exp2_approx(other_maximum - maximum);
-      sum = fmaf(weight, other_sum, sum);
-      out = fmaf(weight, other_out, out);
+      const float top = fmaxf(maximum, other_maximum);
+      const float base = top == -infinity() ? 0.f : top;
+      const float keep = exp2_approx(maximum - base), weight = exp2_approx(other_maximum - base);
+      sum = fmaf(sum, keep, weight * other_sum);
+      out = fmaf(out, keep, weight * other_out);
+      maximum = top;
     }
   };
 };

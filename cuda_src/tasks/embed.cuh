@@ -15,8 +15,11 @@ struct Embed : Ringless {
     int hidden;
   };
 
-  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char*, int) {
+  template <class Policy>
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char*,
+                                 int, Policy& policy) {
     const bf16* row = a.table + static_cast<size_t>(a.tokens[task]) * a.hidden;
+    policy.wait();
     bf16* x = a.x + static_cast<size_t>(task) * a.hidden;
 #pragma unroll 4
     for (int i = team.thread * 8; i < a.hidden; i += kTeamThreads * 8)

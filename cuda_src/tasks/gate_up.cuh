@@ -38,8 +38,9 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
     Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.k, a.eps, crew, team, shared, scratch, policy);
   }
 
-  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared,
-                                 char* scratch, int iteration) {
+  template <class Policy>
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
+                                 int iteration, Policy&) {
     float z = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: gate and up meet within one
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;

@@ -36,8 +36,9 @@ struct Linear : Matvec<kBatchHalves, kStreamX, kChunkK> {
     Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.k, a.eps, crew, team, shared, scratch, policy);
   }
 
-  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared,
-                                 char* scratch, int iteration) {
+  template <class Policy>
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
+                                 int iteration, Policy&) {
     const int row = task * kTileRows + team.thread % kTileRows, b = team.thread / kTileRows;
     const bool mine = b < a.batch && row < a.n;
     const size_t at = static_cast<size_t>(b) * a.n + row;

@@ -27,6 +27,10 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
   static __device__ int dim(int task, int row) {
     return task % kTilesPerHead * 4 + row % 4 + row / 4 * (kHeadDim / 2);
   }
+  // Shared memory after x: rows of the rope table [batch, kHeadDim / 2], positions [batch].
+  static __device__ int* positions_in(const Args& a, char* shared) {
+    return reinterpret_cast<int*>(shared + Base::x_bytes(a.batch, a.hidden) + a.batch * kHeadDim * 4);
+  }
   static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.hidden); }
   static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
     return Base::chunk_bytes(kTileRows, a.batch, a.hidden, chunk);
@@ -42,25 +46,33 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
                                  Policy& policy) {
+    // Positions and their rows of the table: no kernel of this step writes them, so they are fetched before the wait.
+    int* positions = positions_in(a, shared);
+    float2* turns = reinterpret_cast<float2*>(shared + Base::x_bytes(a.batch, a.hidden));
+    constexpr int kHalf = kHeadDim / 2;
+#pragma unroll 1
+    for (int i = crew.thread; i < a.batch * kHalf; i += crew.num_threads) {
+      const int position = a.positions[i / kHalf];
+      turns[i] = a.rope[static_cast<size_t>(position) * kHalf + i % kHalf];
+      if (i % kHalf == 0) positions[i / kHalf] = position;
+    }
+    if (kStreamX) crew.sync();
     Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.hidden, a.eps, crew, team, shared, scratch, policy);
   }
 
-  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared,
-                                 char* scratch, int iteration) {
+  template <class Policy>
+  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
+                                 int iteration, Policy&) {
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;
     const int d = dim(task, row), head = task / kTilesPerHead;
     const bool rotated = head < a.heads + a.kv_heads;
-    int position = 0;
-    float2 turn = make_float2(1.f, 0.f);
-    if (b < a.batch) {
-      position = a.positions[b];
-      if (rotated) turn = a.rope[static_cast<size_t>(position) * (kHeadDim / 2) + d % (kHeadDim / 2)];
-    }
     float y = Base::sums(ring, team, a.batch, a.hidden, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: the pair is exchanged within one
     if (kNorm && b < a.batch) y *= Base::inverse_rms(scratch)[b];
     const float pair = __shfl_xor_sync(kFullMask, y, 4);
     if (b >= a.batch) return;
+    const int position = positions_in(a, shared)[b];
+    const float2 turn = reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.hidden))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];
     if (rotated) y = fmaf(y, turn.x, row < 4 ? -(pair * turn.y) : pair * turn.y);
     if (head < a.heads) {
       a.q[(static_cast<size_t>(b) * a.heads + head) * kHeadDim + d] = to_bf16(y);

@@ -11,13 +11,14 @@ from typing import Any
 from cuk.machine import Machine
 from cuk.compile import Cubin, compile
 from cuk.launch import Launch, capture
-from cuk.program import Op, Program
+from cuk.program import Op, Program, View
 from cuk.runs.base import Run
 from cuk.runs.memory import gpu_buffers
 from cuk.task import Task, pack_args, round_up
 
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
+L2_SPANS = 4
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -42,8 +43,11 @@ class Footprint:
     def threads(self) -> int:
         return self.teams * THREADS_PER_TEAM
 
-    def pack(self) -> bytes:
-        return struct.pack("6i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
+    def pack(self, l2_spans: list[tuple[int, int]]) -> bytes:
+        """The struct LaunchArgs; l2_spans: up to L2_SPANS pairs of an address and a number of bytes."""
+        spans = (l2_spans + [(0, 0)] * L2_SPANS)[:L2_SPANS]
+        words = [address for address, _ in spans] + [size for _, size in spans]
+        return struct.pack(f"={L2_SPANS}Q{L2_SPANS}i6i", *words, self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
 
 
 def footprint(task: Task, machine: Machine, *, teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int) -> Footprint:
@@ -98,6 +102,34 @@ def source_for(op: Op, *, teams: int, pdl: bool, trigger: str) -> str:
     )
 
 
+def l2_hints(program: Program, ahead_bytes: int, machine: Machine) -> list[list[tuple[View, int, int]]]:
+    """For each op, the spans of later ops' weights that its kernel brings into L2.
+
+    A small op (QKV, attention, output projection at batch 1) takes longer than its own bytes do: memory idles. Such an op, of fewer
+    than `ahead_bytes`, asks for the difference out of what follows: weights that neither the next kernel's ring nor an earlier
+    op has asked for yet."""
+    ring = machine.num_sms * machine.smem_per_sm_bytes // 2
+    weights = [sum(size for _, _, size in op.weight_spans(1 << 62)) for op in program.ops]
+    asked = [0] * len(program.ops)
+    hints: list[list[tuple[View, int, int]]] = []
+    for i, op in enumerate(program.ops):
+        budget, spans = ahead_bytes - op.min_bytes, []
+        for j in range(i + 1, min(i + 4, len(program.ops))):
+            start = max(asked[j], min(weights[j], ring) if j == i + 1 else 0)
+            if budget <= 0 or start >= weights[j]:
+                continue
+            upto = min(weights[j], start + budget)
+            known = {(str(v), low): size for v, low, size in program.ops[j].weight_spans(start)} if start else {}
+            for view, low, size in program.ops[j].weight_spans(upto):
+                skip = known.get((str(view), low), 0)
+                if size > skip:
+                    spans.append((view, low + skip, size - skip))
+            budget -= upto - start
+            asked[j] = upto
+        hints.append(spans[:L2_SPANS])
+    return hints
+
+
 class SeparateRun(Run):
     """One kernel per op. Switches: teams of each CTA; stages of each team's ring (None: as many as leave room for `ctas_per_sm` CTAs
     on an SM, the successor's beside this kernel's own)."""
@@ -107,11 +139,11 @@ class SeparateRun(Run):
 
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
-        ctas_per_sm: int, prefetch: bool | int = True, trigger: str = "start", **extra: Any,
+        ctas_per_sm: int, prefetch: bool | int = True, trigger: str = "start", l2_ahead_mb: float = 0,
     ):  # fmt: skip
         _check_switches(teams, stages, ctas_per_sm, prefetch, trigger)
         super().__init__(program, {name: value for name, value in
-                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger}.items()
+                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger, "l2_ahead_mb": l2_ahead_mb}.items()
                                    if name in self.switches})  # fmt: skip
         import cupy
 
@@ -123,6 +155,7 @@ class SeparateRun(Run):
             self.footprints: dict[str, Footprint] = {}
             self.launches: list[Launch] = []
             functions: dict[str, Any] = {}
+            hints = l2_hints(program, int(l2_ahead_mb * 1e6), self.machine) if l2_ahead_mb and prefetch else [[] for _ in program.ops]
             for i, op in enumerate(program.ops):
                 fit = footprint(op.task, self.machine, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
                 source = source_for(op, teams=teams, pdl=self.programmatic, trigger=trigger)
@@ -137,12 +170,15 @@ class SeparateRun(Run):
                         functions[source],
                         grid=min(self.machine.num_sms, op.task.num_tasks),
                         block=fit.threads,
-                        args=(self._pack(op), fit.pack()),
+                        args=(self._pack(op), fit.pack(self._addresses(hints[i]))),
                         smem_bytes=fit.smem_bytes,
                         programmatic=self.programmatic and i > 0,
                         name=op.name,
                     )
                 )
+
+    def _addresses(self, spans: list[tuple[View, int, int]]) -> list[tuple[int, int]]:
+        return [(self.buffers[view.buffer.name].data.ptr + view.offset_bytes + first, size) for view, first, size in spans]
 
     def _pack(self, op: Op) -> bytes:
         pointers = {f.name: 0 for f in op.task.fields if f.kind == "ptr"}
@@ -186,10 +222,10 @@ class GraphRun(SeparateRun):
 
 class PdlRun(GraphRun):
     """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
-    successor start: "start", after its last "loads", or at its "end"."""
+    successor start: "start", after its last "loads", or at its "end". l2_ahead_mb: see `l2_hints`; 0 turns it off, as prefetch=False does."""
 
     name = "pdl"
-    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start"}
+    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "l2_ahead_mb": 16}
     programmatic = True
 
 

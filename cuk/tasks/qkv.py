@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuk.task import Field, Operand, Region, check_range, matvec, widen
+from cuk.task import Field, Operand, Region, check_range, matvec, round_up, widen
 from cuk.tasks.matvec import TILE_ROWS, MatvecTask
 
 HEAD_DIMS = (64, 128)
@@ -41,6 +41,11 @@ class Qkv(MatvecTask):
     @property
     def struct(self) -> str:
         return f"cuk::Qkv<{self.matvec_arguments}, {str(self.norm).lower()}, {self.head_dim}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """x and its sums, the positions' rows of the rope table, the positions."""
+        return super().shared_bytes + round_up(16 + self.batch * (4 * self.head_dim + 4), 128)
 
     @property
     def rows(self) -> int:
