@@ -23,36 +23,41 @@ class Constant:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one CTA takes: threads, registers a thread, dynamic plus static shared memory in bytes."""
+    """What one CTA takes: threads, registers a thread, dynamic plus static shared memory in bytes; CTAs of a cluster.
+
+    Raises ValueError for a size that no GPU has."""
 
     threads: int
     registers: int
     smem_bytes: int = 0
+    cluster: int = 1
 
     def __post_init__(self):
-        for name in ("threads", "registers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.smem_bytes < 0:
-            raise ValueError(f"smem_bytes={self.smem_bytes}: must not be negative")
+        for name, low, high in (("threads", 1, 1024), ("registers", 1, 255), ("smem_bytes", 0, None), ("cluster", 1, 16)):
+            value = getattr(self, name)
+            if value < low or (high is not None and value > high):
+                raise ValueError(f"{name}={value}: must be {f'from {low} to {high}' if high else f'at least {low}'}")
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many such CTAs fit on an SM, which resource is the first to run out, and the room that each resource has for them."""
+    """How many such CTAs fit on an SM, which resource is the first to run out, the room that each resource has for them, and the
+    arithmetic as text."""
 
     ctas: int
     limited_by: str
     by_resource: dict[str, int]
+    arithmetic: str
 
     def __str__(self) -> str:
-        room = ", ".join(f"{name} {count}" for name, count in self.by_resource.items())
-        return f"{self.ctas} CTAs an SM, limited by {self.limited_by} ({room})"
+        return f"{self.ctas} CTAs an SM, limited by {self.limited_by} ({self.arithmetic})"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU. Sizes in bytes, `clock_hz` the highest SM clock; `constants` are measured (see cuk/machines/*.json)."""
+    """One GPU. An SM has `num_partitions` parts with a share of the registers each, which are given to a warp in multiples of
+    `register_unit`; shared memory is given to a CTA in multiples of `smem_unit_bytes`. `clock_hz` is the highest SM clock. `constants`
+    are measured: name -> Constant (see cuk/machines/*.json)."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -60,6 +65,7 @@ class Machine:
     max_threads_per_sm: int
     max_threads_per_cta: int
     max_ctas_per_sm: int
+    num_partitions: int
     registers_per_sm: int
     register_unit: int
     smem_per_sm_bytes: int
@@ -69,6 +75,10 @@ class Machine:
     l2_bytes: int
     clock_hz: float
     constants: dict[str, Constant] = field(default_factory=dict)
+
+    @property
+    def max_warps_per_sm(self) -> int:
+        return self.max_threads_per_sm // 32
 
     @classmethod
     def load(cls, name: str) -> Machine:
@@ -93,15 +103,11 @@ class Machine:
                 raise ValueError(f"{where}: field {name!r} is {value!r}, which is no {getattr(wanted, '__name__', 'number')}")
             if wanted in (int, (int, float)) and value <= 0:
                 raise ValueError(f"{where}: field {name!r} is {value!r}, must be positive")
-        constants = {}
-        for name, value in given.get("constants", {}).items():
-            try:
-                constants[name] = Constant(**value)
-            except TypeError as error:
-                raise ValueError(f"{where}: constant {name!r}: {error}") from None
-            if not constants[name].low <= constants[name].value <= constants[name].high:
-                raise ValueError(f"{where}: constant {name!r}: value must lie between low and high")
-        return cls(**{**given, "compute_capability": tuple(given["compute_capability"]), "constants": constants})
+        capability = given["compute_capability"]
+        if len(capability) != 2 or not all(isinstance(number, int) for number in capability):
+            raise ValueError(f"{where}: field 'compute_capability' is {capability!r}, must be two integers such as [9, 0]")
+        constants = {name: _constant(value, f"{where}: constant {name!r}") for name, value in given.get("constants", {}).items()}
+        return cls(**{**given, "compute_capability": tuple(capability), "constants": constants})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"compute_capability": list(self.compute_capability)}
@@ -115,7 +121,13 @@ class Machine:
         attributes = cupy.cuda.Device(device).attributes
         full = properties["name"].decode()
         name = full.lower().replace("nvidia", "").strip().replace(" ", "-")
-        constants = cls.load(name).constants if name in stored() else {}
+        known = cls.load(name) if name in stored() else None
+        # CUDA 13 has no clock rate among a device's properties.
+        clock_khz = properties.get("clockRate") or attributes.get("ClockRate")
+        if not clock_khz and known is None:
+            raise ValueError(
+                f"{full}: the driver tells no clock rate, and no stored machine {name!r} does; stored are {', '.join(stored())}"
+            )
         return cls(
             name=name,
             compute_capability=(properties["major"], properties["minor"]),
@@ -123,6 +135,7 @@ class Machine:
             max_threads_per_sm=attributes["MaxThreadsPerMultiProcessor"],
             max_threads_per_cta=attributes["MaxThreadsPerBlock"],
             max_ctas_per_sm=properties.get("maxBlocksPerMultiProcessor", attributes.get("MaxBlocksPerMultiprocessor", 32)),
+            num_partitions=4,  # of every architecture since Maxwell but GP100 (cuda_occupancy.h)
             registers_per_sm=attributes["MaxRegistersPerMultiprocessor"],
             register_unit=256,
             smem_per_sm_bytes=attributes["MaxSharedMemoryPerMultiprocessor"],
@@ -130,55 +143,83 @@ class Machine:
             smem_reserved_per_cta_bytes=properties.get("reservedSharedMemPerBlock", 1024),
             smem_unit_bytes=128,
             l2_bytes=attributes["L2CacheSize"],
-            clock_hz=properties.get("clockRate", attributes.get("ClockRate", 0)) * 1e3 or 1.98e9,
-            constants=constants,
+            clock_hz=clock_khz * 1e3 if clock_khz else known.clock_hz,
+            constants=known.constants if known else {},
         )
 
-    # ---- what fits ----
-    def _takes(self, footprint: Footprint) -> dict[str, int]:
-        """What a CTA takes of each resource. Registers are given to whole warps in units of `register_unit`; shared memory in units of
-        `smem_unit_bytes`, with a reserved part for each CTA (CUDA occupancy calculator)."""
-        warps = math.ceil(footprint.threads / 32)
-        registers = warps * math.ceil(footprint.registers * 32 / self.register_unit) * self.register_unit
-        smem = footprint.smem_bytes + self.smem_reserved_per_cta_bytes
-        return {
-            "threads": warps * 32,
-            "registers": registers,
-            "shared memory": math.ceil(smem / self.smem_unit_bytes) * self.smem_unit_bytes,
-            "CTA slots": 1,
-        }
+    def _registers_per_warp(self, footprint: Footprint) -> int:
+        return math.ceil(footprint.registers * 32 / self.register_unit) * self.register_unit
 
-    def _has(self) -> dict[str, int]:
-        return {"threads": self.max_threads_per_sm, "registers": self.registers_per_sm, "shared memory": self.smem_per_sm_bytes,
-                "CTA slots": self.max_ctas_per_sm}  # fmt: skip
+    def _smem_per_cta(self, footprint: Footprint) -> int:
+        """With the part that the driver keeps for itself in every CTA."""
+        return math.ceil((footprint.smem_bytes + self.smem_reserved_per_cta_bytes) / self.smem_unit_bytes) * self.smem_unit_bytes
+
+    def _free_registers(self, residents: Sequence[tuple[Footprint, int]]) -> list[int]:
+        """Registers left in each partition of an SM, each warp having gone where most were left. Less than zero: they do not fit."""
+        free = [self.registers_per_sm // self.num_partitions] * self.num_partitions
+        for resident, count in residents:
+            for _ in range(count * math.ceil(resident.threads / 32)):
+                free[free.index(max(free))] -= self._registers_per_warp(resident)
+        return free
 
     def admits(self, residents: Sequence[tuple[Footprint, int]], footprint: Footprint) -> Occupancy:
         """How many CTAs of `footprint` an SM admits beside `residents`, pairs of a footprint and a number of CTAs.
 
-        Raises ValueError when the residents themselves do not fit."""
+        The arithmetic is that of NVIDIA's occupancy calculator (cuda_occupancy.h), here with some of the SM already taken, every
+        kernel having the largest shared-memory carve-out. Raises ValueError when the residents themselves do not fit."""
         if footprint.threads > self.max_threads_per_cta or footprint.smem_bytes > self.smem_per_cta_bytes:
-            return Occupancy(0, "the limits of a CTA", {"threads": 0, "registers": 0, "shared memory": 0, "CTA slots": 0})
-        left = self._has()
-        for resident, count in residents:
-            for name, amount in self._takes(resident).items():
-                left[name] -= amount * count
+            text = f"threads {footprint.threads} of {self.max_threads_per_cta}, shared memory {footprint.smem_bytes} of {self.smem_per_cta_bytes} B"
+            return Occupancy(0, "the limits of a CTA", dict.fromkeys(("warps", "registers", "shared memory", "CTA slots"), 0), text)
+        free = self._free_registers(residents)
+        left = {
+            "warps": self.max_warps_per_sm - sum(count * math.ceil(fp.threads / 32) for fp, count in residents),
+            "registers": min(0, *free),
+            "shared memory": self.smem_per_sm_bytes - sum(count * self._smem_per_cta(fp) for fp, count in residents),
+            "CTA slots": self.max_ctas_per_sm - sum(count for _, count in residents),
+        }
         for name, amount in left.items():
             if amount < 0:
-                raise ValueError(f"the resident CTAs do not fit on an SM: {name} is short by {-amount}")
-        room = {name: left[name] // amount for name, amount in self._takes(footprint).items()}
+                raise ValueError(f"the resident CTAs do not fit on an SM: {name} short by {-amount}")
+        warps, per_warp, smem = math.ceil(footprint.threads / 32), self._registers_per_warp(footprint), self._smem_per_cta(footprint)
+        warps_by_registers = sum(amount // per_warp for amount in free)
+        room = {
+            "warps": left["warps"] // warps,
+            "registers": warps_by_registers // warps,
+            "shared memory": left["shared memory"] // smem,
+            "CTA slots": left["CTA slots"],
+        }
         tightest = min(room, key=room.__getitem__)
-        return Occupancy(room[tightest], tightest, room)
+        arithmetic = (
+            f"warps {left['warps']} / {warps} = {room['warps']}, "
+            f"registers for {warps_by_registers} warps of {per_warp} / {warps} = {room['registers']}, "
+            f"shared memory {left['shared memory']} / {smem} B = {room['shared memory']}, CTA slots {room['CTA slots']}"
+        )
+        return Occupancy(room[tightest], tightest, room, arithmetic)
 
     def occupancy(self, footprint: Footprint) -> Occupancy:
         """How many CTAs of `footprint` fit on an empty SM."""
         return self.admits([], footprint)
 
     def resident_grid(self, footprint: Footprint) -> int:
-        """The largest grid whose CTAs are all resident at once."""
-        return self.num_sms * self.occupancy(footprint).ctas
+        """The largest grid whose CTAs are all resident at once, a multiple of the cluster's size. With clusters an upper bound: a
+        cluster needs one GPC, and how many SMs each has differs from chip to chip (cuOccupancyMaxActiveClusters knows)."""
+        return self.num_sms * self.occupancy(footprint).ctas // footprint.cluster * footprint.cluster
 
     def __repr__(self) -> str:
         return f"<Machine {self.name}: {self.num_sms} SMs, {self.smem_per_sm_bytes // 1024} KiB shared memory an SM>"
+
+
+def _constant(given: Any, where: str) -> Constant:
+    """Raises ValueError beginning with `where`."""
+    known = [f.name for f in fields(Constant)]
+    if not isinstance(given, dict) or sorted(given) != sorted(known):
+        raise ValueError(f"{where} is {given!r}, must be an object with {', '.join(known)}")
+    for name in ("value", "low", "high"):
+        if not isinstance(given[name], (int, float)) or isinstance(given[name], bool):
+            raise ValueError(f"{where}: {name} is {given[name]!r}, which is no number")
+    if not given["low"] <= given["value"] <= given["high"]:
+        raise ValueError(f"{where}: value {given['value']} is not between low {given['low']} and high {given['high']}")
+    return Constant(**given)
 
 
 def stored() -> list[str]:
