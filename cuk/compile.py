@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -196,7 +197,10 @@ def _header(path: str) -> tuple[str, tuple] | None:
         known = _headers.get(path)
         if known is None or known[0] != stamp:
             text = Path(path).read_text(errors="replace")
-            known = _headers[path] = (stamp, text, _includes(text))
+            known = (stamp, text, _includes(text))
+            # A file just written may be written again within its clock's tick, and look unchanged.
+            if time.time_ns() - status.st_mtime_ns > 1_000_000_000:
+                _headers[path] = known
         return known[1:]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None

@@ -77,7 +77,7 @@ def merged_options(options: Sequence[str], arch: str) -> tuple[str, ...]:
         if name in names:
             raise ValueError(f"options={list(options)}: {name} is not taken here, so that the cache sees it: use {argument}")
     defaults = [option for option in DEFAULT_OPTIONS if option.partition("=")[0] not in names]
-    return (f"--gpu-architecture={arch}", "--no-source-include", *defaults, *given)
+    return (f"--gpu-architecture={arch}", *defaults, *given)
 
 
 def _homes() -> list[Path]:
@@ -123,7 +123,9 @@ def run(source: str, name: str, target: str, include_dirs: Sequence[str], option
             raise CompileError(f"kernel {name!r}: NVRTC answers {result[0]}")
         return result[1] if len(result) > 1 else None
 
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
+    # In a folder that does not exist, or quoted includes would be looked up in the working directory, unseen by the cache.
+    file = f"<generated>/{name}.cu"
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     try:
         arguments = _arguments(target, include_dirs, options)
         (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [argument.encode() for argument in arguments])
