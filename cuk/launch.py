@@ -174,6 +174,32 @@ class Launch:
             )
 
 
+def encode_tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """The 128 bytes of a tensor map over bf16 elements at `address`, with the 128-byte swizzle and zeros outside the tensor.
+
+    sizes, box: elements of each dimension, innermost first. strides: bytes of all dimensions but the innermost.
+    Raises ValueError naming what a tensor map cannot hold (CUDA driver API, cuTensorMapEncodeTiled)."""
+    if address % 16:
+        raise ValueError(f"address {address:#x}: a tensor map needs a multiple of 16")
+    if not 1 <= len(sizes) <= 5 or len(box) != len(sizes) or len(strides) != len(sizes) - 1:
+        raise ValueError(f"sizes={tuple(sizes)}, strides={tuple(strides)}, box={tuple(box)}: a tensor map has one to five dimensions")
+    for name, values, high in (("sizes", sizes, 2**32), ("box", box, 256)):
+        if any(not 1 <= v <= high for v in values):
+            raise ValueError(f"{name}={tuple(values)}: each must be from 1 to {high}")
+    if any(s % 16 or not 0 < s < 2**40 for s in strides):
+        raise ValueError(f"strides={tuple(strides)}: each must be a multiple of 16 bytes below 2^40")
+    d = _driver()
+    status, encoded = d.cuTensorMapEncodeTiled(
+        d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), address, [d.cuuint64_t(s) for s in sizes],
+        [d.cuuint64_t(s) for s in strides], [d.cuuint32_t(b) for b in box], [d.cuuint32_t(1)] * len(sizes),
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    if int(status):
+        raise LaunchError(f"tensor map of sizes={tuple(sizes)}, strides={tuple(strides)}, box={tuple(box)}: {_explain(status)}")
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
 def _parameter(value: Any) -> Any:
     """A ctypes object that holds the bytes of one kernel parameter."""
     if isinstance(value, (bytes, bytearray)):

@@ -53,6 +53,16 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """A pointer argument that is passed as a tensor map of an operand (bf16, 128-byte swizzle): sizes of up to five dimensions in
+    elements, innermost first; strides in bytes of all but the innermost; sizes of the box that one copy brings."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Region:
     """A box of one operand: `box[d]` is the half-open range along dimension d."""
 
@@ -123,6 +133,11 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def scalars(self) -> dict[str, int | float]:
         """The arguments passed by value."""
+
+    @property
+    def tensor_maps(self) -> dict[str, TensorMap]:
+        """The operands that the device reads through a tensor map, whose address stands in the argument instead of theirs."""
+        return {}
 
     @property
     @abc.abstractmethod

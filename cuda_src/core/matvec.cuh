@@ -6,7 +6,12 @@
 // The order of a sum is fixed by k alone: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …; within a block,
 // step s of four adds into accumulator s; then ((a0 + a1) + (a2 + a3)) per warp, and the warps in index order.
 //
-// Shared-memory rows are padded by 64 bytes: the quarter-warp that reads 16 bytes a lane covers two rows of 64 bytes.
+// A ring stage is one box of the weights' tensor map, rank 5: 64 columns, rows, halves of the tile, blocks of 64 columns, heads. In
+// shared memory it is [block][tile row][64 columns] with the 128-byte swizzle: 16-byte unit u of row r lies at u ^ r. A copy costs
+// its issuer about 100 cycles whatever its size: one a stage, where eight row copies held a team to half its share of the bandwidth.
+//
+// Column g of the tensor-core tile is tile row g / 2 + 4 * (g % 2): the quarter-warp that reads 16 bytes a lane then covers two
+// rows whose units differ in bit 2, which the swizzle keeps in different banks. x rows are padded by 64 bytes to the same end.
 #pragma once
 
 #include "core/ring.cuh"
@@ -29,7 +34,9 @@ struct Matvec {
   static_assert(kBatchHalves == 1 || kBatchHalves == 2, "the tensor-core tile holds 8 or 16 rows of x");
   static_assert(kChunkK % (kBlockK * kTeamWarps) == 0, "a stage must hold whole rounds of the team's four warps");
   static constexpr int kMaxBatch = 8 * kBatchHalves;
-  static constexpr int kPitch = kChunkK * 2 + kPadBytes;
+  static constexpr int kStageWeights = kTileRows * kChunkK * 2;
+  static constexpr int kBlockBytes = kTileRows * kBlockK * 2;
+  static constexpr int kXPitch = kChunkK * 2 + kPadBytes;  // of a streamed x, behind the weights of its stage
   static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
   static constexpr bool kHasDependentLoads = kStreamX;
 
@@ -50,22 +57,17 @@ struct Matvec {
   // ---- producer, one lane: a chunk of the tile's columns ----
   static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
   static __device__ u32 columns_bytes(int k, int chunk) { return 2u * static_cast<u32>(min(kChunkK, k - chunk * kChunkK)); }
-  static __device__ u32 chunk_bytes(int num_rows, int batch, int k, int chunk) {
-    return columns_bytes(k, chunk) * static_cast<u32>(num_rows + (kStreamX ? batch : 0));
+  static __device__ u32 chunk_bytes(int batch, int k, int chunk) {
+    return kStageWeights + (kStreamX ? columns_bytes(k, chunk) * static_cast<u32>(batch) : 0u);
   }
-  // row(r) is the weight row of tile row r, for r < num_rows.
-  template <class Row>
-  static __device__ void load_weights(const Filling& filling, const bf16* w, int num_rows, Row row, int k, int chunk) {
-    const u32 bytes = columns_bytes(k, chunk);
-#pragma unroll
-    for (int r = 0; r < kTileRows; ++r)
-      if (r < num_rows) filling.copy(r * kPitch, w + static_cast<size_t>(row(r)) * k + chunk * kChunkK, bytes);
+  static __device__ void load_weights(const Filling& filling, const TensorMap* w, int row, int head, int chunk) {
+    filling.tile(w, row, 0, chunk * (kChunkK / kBlockK), head);
   }
   static __device__ void load_x(const Filling& filling, const bf16* x, int batch, int k, int chunk) {
     const u32 bytes = columns_bytes(k, chunk);
-#pragma unroll 4
+#pragma unroll 1
     for (int b = 0; b < batch; ++b)
-      filling.copy((kTileRows + b) * kPitch, x + static_cast<size_t>(b) * k + chunk * kChunkK, bytes);
+      filling.copy(kStageWeights + b * kXPitch, x + static_cast<size_t>(b) * k + chunk * kChunkK, bytes);
   }
 
   // ---- crew: x into shared memory, times the norm's weight where there is one, and the squares of x summed ----
@@ -76,7 +78,9 @@ struct Matvec {
     const int units = ceil_div(k, kSegmentK) * kWarpSize;  // 16-byte units of a row, in whole warps
     const int pitch = x_pitch(k), total = batch * units;
     float* squares = reinterpret_cast<float*>(shared + batch * pitch);
-    // kDepth loads in flight a thread: one L2 latency covers a row of 8192 columns with two teams.
+    // kDepth loads in flight a thread: one L2 latency covers a row of 8192 columns with two teams. A normalised x is as short as
+    // the hidden size, and its code is long: one at a time.
+    constexpr int kDepth = kNorm ? 1 : 4;
     Vec16 weight[kDepth] = {}, v[kDepth];
     if constexpr (kNorm) load_units(norm, weight, crew.thread, crew.num_threads, total, units, k, false);
     policy.wait();
@@ -135,35 +139,31 @@ struct Matvec {
     const int lane = team.lane(), warp = team.warp();
     const int g = lane / 4, t = lane % 4;
     const int resident_pitch = x_pitch(k);
+    const int tile_row = g / 2 + g % 2 * 4;
+    const int unit[2] = {(t ^ tile_row) * 16, ((t + 4) ^ tile_row) * 16};
     float acc[4][4] = {};
     const int chunks = num_chunks(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const char* stage = ring.wait();
-      const char* x_rows = kStreamX ? stage + kTileRows * kPitch : shared + chunk * (kChunkK * 2);
-      const int pitch = kStreamX ? kPitch : resident_pitch;
+      const char* w_row = stage + warp * kBlockBytes + tile_row * (kBlockK * 2);
+      const char* x_row = (kStreamX ? stage + kStageWeights : shared + chunk * (kChunkK * 2)) + warp * (kBlockK * 2) + t * 16 +
+                          g * (kStreamX ? kXPitch : resident_pitch);
+      const int high = 8 * (kStreamX ? kXPitch : resident_pitch);
 #pragma unroll
       for (int j = 0; j < kBlocksPerWarp; ++j) {
-        const int block = warp + j * kTeamWarps;
-        const int left = k - chunk * kChunkK - block * kBlockK - t * 8;  // columns from this lane's first to the row's end
-        const int offset = block * (kBlockK * 2) + t * 16;
-        Vec16 w[2], x[kBatchHalves][2] = {};
+        const int first = chunk * kChunkK + (warp + j * kTeamWarps) * kBlockK + t * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const bool inside = left > half * 32;
-          w[half] = inside ? *reinterpret_cast<const Vec16*>(stage + g * kPitch + offset + half * 64) : Vec16{};
-#pragma unroll
-          for (int h = 0; h < kBatchHalves; ++h)
-            if (inside && g + 8 * h < batch)
-              x[h][half] = *reinterpret_cast<const Vec16*>(x_rows + (g + 8 * h) * pitch + offset + half * 64);
-        }
-        constexpr int kHigh = kBatchHalves - 1;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Vec16& high = x[kHigh][half];
-          mma_k16(acc[2 * half], x[0][half].x, kHigh ? high.x : 0u, x[0][half].y, kHigh ? high.y : 0u, w[half].x, w[half].y);
-          mma_k16(acc[2 * half + 1], x[0][half].z, kHigh ? high.z : 0u, x[0][half].w, kHigh ? high.w : 0u, w[half].z,
-                  w[half].w);
+          // Past the row's end the box holds the next row's columns, which may be NaN.
+          const bool inside = first + half * 32 < k;
+          Vec16 w{}, x0{}, x1{};
+          if (inside) w = *reinterpret_cast<const Vec16*>(w_row + j * kTeamWarps * kBlockBytes + unit[half]);
+          const char* x = x_row + j * (kTeamWarps * kBlockK * 2) + half * 64;
+          if (inside && g < batch) x0 = *reinterpret_cast<const Vec16*>(x);
+          if (kBatchHalves > 1 && inside && g + 8 < batch) x1 = *reinterpret_cast<const Vec16*>(x + high);
+          mma_k16(acc[2 * half], x0.x, x1.x, x0.y, x1.y, w.x, w.y);
+          mma_k16(acc[2 * half + 1], x0.z, x1.z, x0.w, x1.w, w.z, w.w);
         }
       }
       ring.release(lane);
@@ -171,11 +171,13 @@ struct Matvec {
     float* partial = partials(scratch, iteration);
 #pragma unroll
     for (int h = 0; h < kBatchHalves; ++h) {
-      float2 pair;
-      pair.x = (acc[0][2 * h] + acc[1][2 * h]) + (acc[2][2 * h] + acc[3][2 * h]);
-      pair.y = (acc[0][2 * h + 1] + acc[1][2 * h + 1]) + (acc[2][2 * h + 1] + acc[3][2 * h + 1]);
-      if (g + 8 * h < batch)
-        *reinterpret_cast<float2*>(partial + (warp * kMaxBatch + g + 8 * h) * kTileRows + 2 * t) = pair;
+      const float even = (acc[0][2 * h] + acc[1][2 * h]) + (acc[2][2 * h] + acc[3][2 * h]);
+      const float odd = (acc[0][2 * h + 1] + acc[1][2 * h + 1]) + (acc[2][2 * h + 1] + acc[3][2 * h + 1]);
+      if (g + 8 * h < batch) {  // columns 2 t and 2 t + 1 are tile rows t and t + 4
+        float* to = partial + (warp * kMaxBatch + g + 8 * h) * kTileRows + t;
+        to[0] = even;
+        to[4] = odd;
+      }
     }
     team.sync();
     float sum = 0.f;
@@ -188,9 +190,8 @@ struct Matvec {
   }
 
  private:
-  static constexpr int kDepth = 4;
-
   // Units first, first + step, … of [rows, k], as far as they exist; `by_row` false: the same row for every row of x.
+  template <int kDepth>
   static __device__ void load_units(const bf16* source, Vec16 (&to)[kDepth], int first, int step, int total, int units, int k,
                                     bool by_row) {
 #pragma unroll

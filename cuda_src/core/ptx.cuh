@@ -141,7 +141,7 @@ __device__ __forceinline__ bool elect_one() {
 
 // ---- bulk copies (async proxy) ----
 
-// An L2 policy for data that this step reads once.
+// An L2 policy for data that a step reads once: activations, tables and the kernels' own code stay in L2 in its place.
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -157,12 +157,22 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_load_hint(void* destination, const void* source, u32 bytes, u64* barrier,
-                                               u64 policy) {
+// A tensor map as the driver encodes it (cuTensorMapEncodeTiled): opaque.
+struct alignas(128) TensorMap {
+  char opaque[128];
+};
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// One box of a rank-5 tensor into shared memory; what lies outside the tensor arrives as zeros. Completes on `barrier`.
+__device__ __forceinline__ void tensor_load(void* destination, const TensorMap* map, int c0, int c1, int c2, int c3, int c4,
+                                            u64* barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          smem_address(destination)),
-      "l"(source), "r"(bytes), "r"(smem_address(barrier)), "l"(policy)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(smem_address(destination)),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(smem_address(barrier)), "l"(policy)
       : "memory");
 }
 

@@ -56,16 +56,21 @@ struct RingConsumer {
 struct Filling {
   char* stage;
   u64* full;
+  u64 policy;  // evict_first_policy(), made once
   __device__ void copy(int offset, const void* source, u32 bytes) const { bulk_load(stage + offset, source, bytes, full); }
+  __device__ void tile(const TensorMap* map, int c1, int c2, int c3, int c4) const {
+    tensor_load(stage, map, 0, c1, c2, c3, c4, full, policy);
+  }
 };
 
 struct RingProducer {
   const Ring& ring;
   RingCursor at;
+  u64 policy = evict_first_policy();
 
   // The stage that comes next. The whole producer warp waits for it to be free.
   __device__ void wait() { mbarrier_wait(&ring.empty[at.stage], at.phase ^ 1); }
-  __device__ Filling here() const { return {ring.stages + at.stage * ring.stage_bytes, &ring.full[at.stage]}; }
+  __device__ Filling here() const { return {ring.stages + at.stage * ring.stage_bytes, &ring.full[at.stage], policy}; }
   // By the lane that fills: the bytes that will come.
   __device__ void announce(u32 bytes) const { mbarrier_arrive_expect_tx(&ring.full[at.stage], bytes); }
   __device__ void advance() { at.advance(ring.num_stages); }

@@ -20,7 +20,7 @@ struct LaunchArgs {
   int l2_bytes[kL2Spans];          // multiples of 16
   int num_tasks;
   int num_stages;     // of each team's ring
-  int stage_bytes;    // multiple of 128
+  int stage_bytes;    // multiple of 1024, which the 128-byte swizzle wants of a stage's address
   int shared_bytes;   // staged operands of the CTA, multiple of 128
   int scratch_bytes;  // of each team, multiple of 128
   int prefetch;       // stages that may load before the wait
@@ -120,19 +120,18 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
 template <class Task, int kTeams, bool kPdl, Trigger kTrigger>
 __device__ void separate(const typename Task::Args& args, const LaunchArgs& launch) {
   static_assert(kTeams >= 1 && kTeams <= kMaxTeams, "more teams than a CTA has threads for");
-  extern __shared__ __align__(128) char smem[];
+  extern __shared__ __align__(1024) char smem[];
   constexpr int kConsumers = kTeams * kTeamThreads;
   const int thread = static_cast<int>(threadIdx.x);
   const bool is_consumer = thread < kConsumers;
   const int index = is_consumer ? thread / kTeamThreads : (thread - kConsumers) / kWarpSize;
 
-  const int barrier_bytes = (kTeams * launch.num_stages * 16 + 127) / 128 * 128;
-  char* shared = smem + barrier_bytes;
+  // Shared memory: the rings' stages, staged operands, team scratch, barriers.
+  const int ring_bytes = launch.num_stages * launch.stage_bytes;
+  char* shared = smem + kTeams * ring_bytes;
   char* scratch = shared + launch.shared_bytes + index * launch.scratch_bytes;
-  char* stages = shared + launch.shared_bytes + kTeams * launch.scratch_bytes;
-  u64* barriers = reinterpret_cast<u64*>(smem) + index * 2 * launch.num_stages;
-  const Ring ring{stages + static_cast<size_t>(index) * launch.num_stages * launch.stage_bytes, barriers,
-                  barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
+  u64* barriers = reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
+  const Ring ring{smem + index * ring_bytes, barriers, barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
   if (!is_consumer && thread % kWarpSize == 0) {
     Ring(ring).init(kTeamWarps);
     fence_mbarrier_init();

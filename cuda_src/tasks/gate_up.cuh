@@ -13,7 +13,8 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
   static constexpr bool kMerges = false;
 
   struct Args {
-    const bf16 *x, *w, *norm;
+    const TensorMap* w;
+    const bf16 *x, *norm;
     bf16* y;
     int batch, n, k;
     float eps;
@@ -21,12 +22,10 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
 
   static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.k); }
   static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
-    return Base::chunk_bytes(kTileRows, a.batch, a.k, chunk);
+    return Base::chunk_bytes(a.batch, a.k, chunk);
   }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    // A last tile of fewer than four pairs loads some row again in place of those that are missing.
-    const int first = task * 4, last = a.n - 1, n = a.n;
-    Base::load_weights(filling, a.w, kTileRows, [=](int r) { return min(first + r % 4, last) + r / 4 * n; }, a.k, chunk);
+    Base::load_weights(filling, a.w, task * 4, 0, chunk);
   }
   static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
     Base::load_x(filling, a.x, a.batch, a.k, chunk);

@@ -12,19 +12,19 @@ struct Linear : Matvec<kBatchHalves, kStreamX, kChunkK> {
   static constexpr bool kMerges = false;
 
   struct Args {
-    const bf16 *x, *w, *norm, *residual;
+    const TensorMap* w;
+    const bf16 *x, *norm, *residual;
     Out* y;
     int batch, n, k;
     float eps;
   };
 
   static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.k); }
-  static __device__ u32 chunk_bytes(const Args& a, int task, int chunk) {
-    return Base::chunk_bytes(min(kTileRows, a.n - task * kTileRows), a.batch, a.k, chunk);
+  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
+    return Base::chunk_bytes(a.batch, a.k, chunk);
   }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    const int first = task * kTileRows;
-    Base::load_weights(filling, a.w, min(kTileRows, a.n - first), [=](int r) { return first + r; }, a.k, chunk);
+    Base::load_weights(filling, a.w, task * kTileRows, 0, chunk);
   }
   static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
     Base::load_x(filling, a.x, a.batch, a.k, chunk);

@@ -16,7 +16,8 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
   static constexpr int kTilesPerHead = kHeadDim / kTileRows;
 
   struct Args {
-    const bf16 *x, *w, *norm;
+    const TensorMap* w;
+    const bf16 *x, *norm;
     const float2* rope;
     const int* positions;
     bf16 *q, *k_cache, *v_cache;
@@ -33,11 +34,10 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
   }
   static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.hidden); }
   static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
-    return Base::chunk_bytes(kTileRows, a.batch, a.hidden, chunk);
+    return Base::chunk_bytes(a.batch, a.hidden, chunk);
   }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    const int first = task / kTilesPerHead * kHeadDim + dim(task, 0);
-    Base::load_weights(filling, a.w, kTileRows, [=](int r) { return first + r % 4 + r / 4 * (kHeadDim / 2); }, a.hidden, chunk);
+    Base::load_weights(filling, a.w, task % kTilesPerHead * 4, task / kTilesPerHead, chunk);
   }
   static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
     Base::load_x(filling, a.x, a.batch, a.hidden, chunk);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,17 +58,26 @@ def gpu_buffers(program: Program, seed: int = 0, shared: Mapping[str, Any] | Non
     return arrays
 
 
+def _allocate(buffer: Buffer) -> Any:
+    """An uninitialised array with 128 bytes behind it that belong to it: a tensor map's last box may reach past the last row."""
+    import cupy
+
+    dtype = numpy_dtype(buffer.dtype)
+    count = math.prod(buffer.shape)
+    return cupy.empty(count + 128 // dtype.itemsize, dtype)[:count].reshape(buffer.shape)
+
+
 def _initialised(buffer: Buffer, generator: Any) -> Any:
     import cupy
 
     dtype = numpy_dtype(buffer.dtype)
     init = buffer.init
     if init is None:
-        array = cupy.empty(buffer.shape, dtype)
+        array = _allocate(buffer)
         poison(array)
         return array
     if init.kind == "normal":
-        array = cupy.empty(buffer.shape, dtype)
+        array = _allocate(buffer)
         flat = array.reshape(-1)
         for start in range(0, flat.size, _CHUNK):
             count = min(_CHUNK, flat.size - start)

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cuk.machine import Machine
 from cuk.compile import Cubin, compile
-from cuk.launch import Launch, capture
+from cuk.launch import Launch, capture, encode_tensor_map
 from cuk.program import Op, Program, View
 from cuk.runs.base import Run
 from cuk.runs.memory import gpu_buffers
@@ -36,7 +38,7 @@ class Footprint:
 
     @property
     def smem_bytes(self) -> int:
-        barriers = round_up(self.teams * self.num_stages * 16, 128)
+        barriers = self.teams * self.num_stages * 16
         return barriers + self.shared_bytes + self.teams * (self.scratch_bytes + self.num_stages * self.stage_bytes)
 
     @property
@@ -155,6 +157,7 @@ class SeparateRun(Run):
             self.footprints: dict[str, Footprint] = {}
             self.launches: list[Launch] = []
             functions: dict[str, Any] = {}
+            self._maps = self._tensor_maps()
             hints = l2_hints(program, int(l2_ahead_mb * 1e6), self.machine) if l2_ahead_mb and prefetch else [[] for _ in program.ops]
             for i, op in enumerate(program.ops):
                 fit = footprint(op.task, self.machine, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
@@ -170,7 +173,7 @@ class SeparateRun(Run):
                         functions[source],
                         grid=min(self.machine.num_sms, op.task.num_tasks),
                         block=fit.threads,
-                        args=(self._pack(op), fit.pack(self._addresses(hints[i]))),
+                        args=(self._pack(i, op), fit.pack(self._addresses(hints[i]))),
                         smem_bytes=fit.smem_bytes,
                         programmatic=self.programmatic and i > 0,
                         name=op.name,
@@ -178,12 +181,26 @@ class SeparateRun(Run):
                 )
 
     def _addresses(self, spans: list[tuple[View, int, int]]) -> list[tuple[int, int]]:
-        return [(self.buffers[view.buffer.name].data.ptr + view.offset_bytes + first, size) for view, first, size in spans]
+        return [(self._address(view) + first, size) for view, first, size in spans]
 
-    def _pack(self, op: Op) -> bytes:
+    def _address(self, view: View) -> int:
+        return self.buffers[view.buffer.name].data.ptr + view.offset_bytes
+
+    def _tensor_maps(self) -> Any:
+        """The table of tensor maps on the device [ops, 128] bytes: an op's operand that has one is passed its row's address."""
+        import cupy
+
+        table = np.zeros((len(self.program.ops), 128), np.uint8)
+        for i, op in enumerate(self.program.ops):
+            for key, spec in op.task.tensor_maps.items():
+                table[i] = np.frombuffer(encode_tensor_map(self._address(op.views[key]), spec.sizes, spec.strides, spec.box), np.uint8)
+        return cupy.asarray(table)
+
+    def _pack(self, index: int, op: Op) -> bytes:
         pointers = {f.name: 0 for f in op.task.fields if f.kind == "ptr"}
         for key, view in op.views.items():
-            pointers[key] = self.buffers[view.buffer.name].data.ptr + view.offset_bytes
+            mapped = key in op.task.tensor_maps
+            pointers[key] = self._maps.data.ptr + 128 * index if mapped else self._address(view)
         return pack_args(op.task.fields, {**pointers, **op.task.scalars})
 
     @property

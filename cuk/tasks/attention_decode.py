@@ -64,7 +64,7 @@ class AttentionDecode(Task):
 
     @property
     def stage_bytes(self) -> int:
-        return 8 * (self.positions_per_stage // 4 * self.head_dim * 2 + 32)
+        return round_up(8 * (self.positions_per_stage // 4 * self.head_dim * 2 + 32), 1024)
 
     @property
     def scratch_bytes(self) -> int:

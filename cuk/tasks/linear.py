@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuk.task import Field, Operand, Region, ceil_div, check_range, matvec, widen
+from cuk.task import Field, Operand, Region, TensorMap, ceil_div, check_range, matvec, widen
 from cuk.tasks.matvec import TILE_ROWS, MatvecTask
 
 
@@ -21,7 +21,7 @@ class Linear(MatvecTask):
     header = "tasks/linear.cuh"
     fields = tuple(
         Field(name, kind)
-        for name, kind in [("x", "ptr"), ("w", "ptr"), ("norm", "ptr"), ("residual", "ptr"), ("y", "ptr"),
+        for name, kind in [("w", "ptr"), ("x", "ptr"), ("norm", "ptr"), ("residual", "ptr"), ("y", "ptr"),
                            ("batch", "i32"), ("n", "i32"), ("k", "i32"), ("eps", "f32")]
     )  # fmt: skip
 
@@ -50,6 +50,10 @@ class Linear(MatvecTask):
     @property
     def scalars(self) -> dict[str, int | float]:
         return {"batch": self.batch, "n": self.n, "k": self.k, "eps": self.eps}
+
+    @property
+    def tensor_maps(self) -> dict[str, TensorMap]:
+        return self.weight_map(self.n)
 
     @property
     def num_tasks(self) -> int:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuk.task import Operand, Task, ceil_div, check_multiple, check_range, round_bf16, round_up, widen
+from cuk.task import Operand, Task, TensorMap, ceil_div, check_multiple, check_range, round_bf16, round_up, widen
 
 TILE_ROWS = 8
+BLOCK_K = 64
 SEGMENT_K = 256
 PAD_BYTES = 64
 MAX_BATCH = 16
@@ -50,8 +51,15 @@ class MatvecTask(Task):
 
     @property
     def stage_bytes(self) -> int:
-        pitch = self.chunk_k * 2 + PAD_BYTES
-        return round_up((TILE_ROWS + (self.batch if self.stream_x else 0)) * pitch, 128)
+        return round_up(TILE_ROWS * self.chunk_k * 2 + (self.batch * (self.chunk_k * 2 + PAD_BYTES) if self.stream_x else 0), 1024)
+
+    def weight_map(self, rows: int, halves: int = 1, heads: int = 1) -> dict[str, TensorMap]:
+        """w [heads * halves * rows, k] as core/matvec.cuh reads it: (64 columns, rows, halves, blocks of 64 columns, heads). The last
+        block of a k that is no multiple of 64 reaches into the next row, and 112 bytes past the last one."""
+        row = self.k * 2
+        box = (BLOCK_K, TILE_ROWS // halves, halves, self.chunk_k // BLOCK_K, 1)
+        strides = (row, rows * row, BLOCK_K * 2, halves * rows * row)
+        return {"w": TensorMap((BLOCK_K, rows, halves, ceil_div(self.k, BLOCK_K), heads), strides, box)}
 
     @property
     def shared_bytes(self) -> int:

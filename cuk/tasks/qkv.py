@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuk.task import Field, Operand, Region, check_range, matvec, round_up, widen
+from cuk.task import Field, Operand, Region, TensorMap, check_range, matvec, round_up, widen
 from cuk.tasks.matvec import TILE_ROWS, MatvecTask
 
 HEAD_DIMS = (64, 128)
@@ -26,7 +26,7 @@ class Qkv(MatvecTask):
     header = "tasks/qkv.cuh"
     fields = tuple(
         Field(name, kind)
-        for name, kind in [("x", "ptr"), ("w", "ptr"), ("norm", "ptr"), ("rope", "ptr"), ("positions", "ptr"), ("q", "ptr"),
+        for name, kind in [("w", "ptr"), ("x", "ptr"), ("norm", "ptr"), ("rope", "ptr"), ("positions", "ptr"), ("q", "ptr"),
                            ("k_cache", "ptr"), ("v_cache", "ptr"), ("batch", "i32"), ("hidden", "i32"), ("heads", "i32"),
                            ("kv_heads", "i32"), ("capacity", "i32"), ("eps", "f32")]
     )  # fmt: skip
@@ -69,6 +69,10 @@ class Qkv(MatvecTask):
     def scalars(self) -> dict[str, int | float]:
         return {"batch": self.batch, "hidden": self.k, "heads": self.heads, "kv_heads": self.kv_heads,
                 "capacity": self.capacity, "eps": self.eps}  # fmt: skip
+
+    @property
+    def tensor_maps(self) -> dict[str, TensorMap]:
+        return self.weight_map(self.head_dim // 2, 2, self.heads + 2 * self.kv_heads)
 
     @property
     def num_tasks(self) -> int:
