@@ -39,7 +39,7 @@ def compiler_version() -> tuple[str, ...]:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:
-        raise ImportError(f"NVRTC cannot be loaded ({error}): pip install 'cuk[cuda13]' (or cuda12)") from error
+        raise ImportError(f"NVRTC cannot be loaded ({error}): pip install 'cuk[cuda13]' (or cuda12; compiler without a GPU)") from error
     if int(status):
         raise ImportError(f"NVRTC answers {status}: reinstall it with pip install nvidia-cuda-nvrtc")
     found = []
@@ -57,7 +57,7 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise ImportError("compiling needs cuda.bindings and NVRTC: pip install 'cuk[cuda13]' (or cuda12)") from error
+        raise ImportError("compiling needs cuda.bindings and NVRTC: pip install 'cuk[cuda13]' (or cuda12; compiler without a GPU)") from error
     return nvrtc
 
 
