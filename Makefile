@@ -40,7 +40,7 @@ test: $$(ready)
 	$(python) -m pytest tests/host $(ARGS)
 
 gpu: $$(ready)
-	$(python) -m pytest tests -m gpu --gpu-record $(RECORD) $(ARGS)
+	$(python) -m pytest tests/gpu -m gpu --gpu-record $(RECORD) $(ARGS)
 
 lint: $$(ready)
 	$(python) -m ruff check .

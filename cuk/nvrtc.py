@@ -57,7 +57,9 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        raise ImportError("compiling needs cuda.bindings and NVRTC: pip install 'cuk[cuda13]' (or cuda12; compiler without a GPU)") from error
+        raise ImportError(
+            "compiling needs cuda.bindings and NVRTC: pip install 'cuk[cuda13]' (or cuda12; compiler without a GPU)"
+        ) from error
     return nvrtc
 
 
