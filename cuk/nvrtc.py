@@ -94,16 +94,18 @@ def _wheel_folders() -> list[Path]:
 
 @cache
 def toolkit_include_dirs() -> tuple[Path, ...]:
-    """The folders of the CUDA runtime's and CCCL's headers: those of the wheels that suit NVRTC, else of $CUDA_HOME, $CUDA_PATH or
-    /usr/local/cuda; empty without any (the package's own device sources need none)."""
+    """The folders of the CUDA runtime's and CCCL's headers: of the wheels, then (for what no wheel here has) of $CUDA_HOME, $CUDA_PATH
+    or /usr/local/cuda if it is of NVRTC's major version. Empty without any; the package's own device sources need none."""
     major = compiler_version()[0].removeprefix("NVRTC ").partition(".")[0]
     packages = ("cuda_runtime", "cuda_cccl") if major == "12" else (f"cu{major}",)
-    wheels = [folder / package / "include" for folder in _wheel_folders() for package in packages]
-    for group in (wheels, *([home / "include"] for home in _homes())):
-        if any((folder / "cuda_runtime.h").is_file() for folder in group):
-            # CUDA 13 moved CCCL into a folder of its own.
-            return tuple(folder for parent in group for folder in (parent / "cccl", parent) if folder.is_dir())
-    return ()
+    parents = [folder / package / "include" for folder in _wheel_folders() for package in packages]
+    for home in _homes():
+        version = home / "include" / "cuda_runtime_api.h"
+        if version.is_file() and f"#define CUDART_VERSION  {major}" in version.read_text(errors="replace"):
+            parents.append(home / "include")
+            break
+    # CUDA 13 moved CCCL into a folder of its own.
+    return tuple(folder for parent in parents for folder in (parent / "cccl", parent) if folder.is_dir())
 
 
 def find_nvdisasm() -> str:
