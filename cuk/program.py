@@ -101,32 +101,6 @@ class Op:
         outputs = sum(v.nbytes for k, v in self.views.items() if self.task.operands[k].access != "in" and v.buffer.role == "output")
         return self.task.min_bytes + outputs
 
-    def weight_spans(self, num_bytes: int) -> list[tuple[View, int, int]]:
-        """What the first tasks read of the weights, about `num_bytes` in all: (view, first byte, bytes), rows that adjoin joined."""
-        rows: dict[str, list[list[int]]] = {}
-        taken = 0
-        for task in range(self.task.num_tasks):
-            if taken >= num_bytes:
-                break
-            for region in self.task.reads(task):
-                operand = self.task.operands[region.operand]
-                if operand.role != "weight" or len(operand.shape) != 2:
-                    continue
-                low, high = region.box[0]
-                spans = rows.setdefault(region.operand, [])
-                joined = next((s for s in spans if s[1] == low), None)
-                if joined:
-                    joined[1] = high
-                else:
-                    spans.append([low, high])
-                taken += (high - low) * operand.shape[1] * ITEM_BYTES[operand.dtype]
-        result = []
-        for key, spans in rows.items():
-            operand = self.task.operands[key]
-            row_bytes = operand.shape[1] * ITEM_BYTES[operand.dtype]
-            result += [(self.views[key], low * row_bytes, (high - low) * row_bytes) for low, high in sorted(spans)]
-        return result
-
     def accesses(self, *kinds: str) -> list[View]:
         """The views of the operands whose access is among `kinds` ("in", "out", "inout")."""
         return [view for name, view in self.views.items() if self.task.operands[name].access in kinds]

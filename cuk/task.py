@@ -113,6 +113,15 @@ class Task(abc.ABC):
         """Bytes of one ring stage; 0 for a task that loads nothing through the ring."""
         return 0
 
+    def stages_of_team(self, tasks: int) -> int:
+        """Ring stages that `tasks` tasks of one team fill: more than these are of no use to a kernel. Unbounded unless overridden."""
+        return 1 << 30
+
+    @property
+    def max_registers(self) -> int:
+        """Registers a thread may have: with 72, three kernels of two teams and one of one team fit an SM's 65,536."""
+        return 72
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory that all teams of a CTA have in common."""

@@ -115,9 +115,9 @@ struct Matvec {
     const int segments = ceil_div(k, kSegmentK);
     const float* squares = reinterpret_cast<const float*>(shared + batch * x_pitch(k)) + team.thread * segments;
     float sum = 0.f;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < segments; ++i) sum += squares[i];
-    inverse_rms(scratch)[team.thread] = __frsqrt_rn(__fdiv_rn(sum, static_cast<float>(k)) + eps);
+    inverse_rms(scratch)[team.thread] = rsqrt_approx(fmaf(sum, __frcp_rn(static_cast<float>(k)), eps));
   }
 
   // What a projection does once an op: x staged, or merely waited for when it comes through the ring.

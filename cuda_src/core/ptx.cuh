@@ -47,6 +47,12 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
+__device__ __forceinline__ float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -174,11 +180,6 @@ __device__ __forceinline__ void tensor_load(void* destination, const TensorMap* 
       "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(smem_address(destination)),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(smem_address(barrier)), "l"(policy)
       : "memory");
-}
-
-// Global memory into L2, `bytes` a multiple of 16, the address 16-byte aligned. A hint: nothing waits for it, nothing depends on it.
-__device__ __forceinline__ void bulk_prefetch_l2(const void* source, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
 // ---- programmatic dependent launch ----

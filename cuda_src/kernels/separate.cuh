@@ -13,11 +13,7 @@ namespace cuk {
 // Where the kernel lets its successor start: at once, after its last load is issued, or after its last store.
 enum class Trigger { kStart, kLoads, kEnd };
 
-constexpr int kL2Spans = 4;
-
 struct LaunchArgs {
-  const char* l2_spans[kL2Spans];  // weights of later ops for this kernel to bring into L2, 16-byte aligned
-  int l2_bytes[kL2Spans];          // multiples of 16
   int num_tasks;
   int num_stages;     // of each team's ring
   int stage_bytes;    // multiple of 1024, which the 128-byte swizzle wants of a stage's address
@@ -63,19 +59,6 @@ struct ChunkCursor {
   }
 };
 
-// This producer's share of the weights that later ops will read: hints to L2, issued once its own first loads are under way.
-__device__ inline void prefetch_l2(const LaunchArgs& launch, int first, int stride) {
-  constexpr int kPiece = 8192;
-#pragma unroll 1
-  for (int span = 0; span < kL2Spans; ++span) {
-    const char* source = launch.l2_spans[span];
-    const int bytes = launch.l2_bytes[span];
-#pragma unroll 1
-    for (int at = first * kPiece; at < bytes; at += stride * kPiece)
-      bulk_prefetch_l2(source + at, static_cast<u32>(min(kPiece, bytes - at)));
-  }
-}
-
 // The producer warp waits as a whole; its elected lane announces and issues. Always the same lane: elect.sync picks it by the mask.
 template <class Task, class Policy>
 __device__ void produce(const typename Task::Args& args, const LaunchArgs& launch, const Ring& ring, int first, int stride,
@@ -98,13 +81,8 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     for (; early > 0; --early, behind.advance(), late.advance())
       if (elected) Task::load_dependent(args, behind.task, behind.chunk, late.here());
   }
-  bool hinted = false;
 #pragma unroll 1
   for (int issued = 0; !at.done(); ++issued, at.advance(), producer.advance()) {
-    if (!hinted && issued >= launch.num_stages) {
-      if (elected) prefetch_l2(launch, first, stride);
-      hinted = true;
-    }
     if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
     producer.wait();
     if (elected) {
@@ -114,7 +92,6 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     }
     __syncwarp();
   }
-  if (!hinted && elected) prefetch_l2(launch, first, stride);
 }
 
 template <class Task, int kTeams, bool kPdl, Trigger kTrigger>
@@ -158,6 +135,9 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
       if (last_arrival(team, Task::arrivals(args, task), Task::num_siblings(args), reinterpret_cast<u32*>(scratch)))
         Task::merge(args, task, team, scratch);
   }
+  // A CTA without a task stays as long as the others of the grid before: one that left early would leave room on this SM for two
+  // CTAs of a later kernel, and none for it elsewhere.
+  policy.wait();
   if (kPdl && kTrigger == Trigger::kEnd) griddepcontrol_launch_dependents();
 }
 

@@ -33,7 +33,7 @@ struct AttentionDecode {
     const bf16 *q, *k_cache, *v_cache;
     const int* positions;
     float* partial;     // [batch, kv_heads, head_blocks, splits, heads_per_task, kHeadDim]
-    float* partial_ml;  // [batch, kv_heads, head_blocks, splits, 2, heads_per_task]: running maximum and sum
+    float2* partial_ml;  // [batch, kv_heads, head_blocks, splits, heads_per_task]: running maximum and sum
     u32* arrivals;      // [batch, kv_heads, head_blocks]
     bf16* out;
     int kv_heads, group, heads_per_task, capacity, splits;
@@ -236,7 +236,7 @@ struct AttentionDecode {
     }
     team.sync();
     float* partial = a.partial + static_cast<size_t>(task) * out_stride;
-    float* partial_ml = a.partial_ml + static_cast<size_t>(task) * 2 * a.heads_per_task;
+    float2* partial_ml = a.partial_ml + static_cast<size_t>(task) * a.heads_per_task;
 #pragma unroll 1
     for (int i = team.thread; i < w.num_heads * kHeadDim; i += kTeamThreads) {
       const int head = i / kHeadDim;
@@ -245,34 +245,65 @@ struct AttentionDecode {
       for (int v = 0; v < kTeamWarps; ++v)
         merge.add(ml[(v * 2) * kHeads + head], ml[(v * 2 + 1) * kHeads + head], outs[v * out_stride + i]);
       partial[i] = merge.out;
-      if (i % kHeadDim == 0) {
-        partial_ml[head] = merge.maximum;
-        partial_ml[a.heads_per_task + head] = merge.sum;
-      }
+      if (i % kHeadDim == 0) partial_ml[head] = make_float2(merge.maximum, merge.sum);
     }
   }
 
   static __device__ u32* arrivals(const Args& a, int task) { return a.arrivals + task / a.splits; }
   static __device__ int num_siblings(const Args& a) { return a.splits; }
 
-  static __device__ void merge(const Args& a, int task, const Team& team, char*) {
+  // Scratch: maxima, then sums [splits][heads_per_task], behind the arrival flag.
+  static __device__ void merge(const Args& a, int task, const Team& team, char* scratch) {
     const Where w = where(a, task);
     const int first = task - w.split, stride = a.heads_per_task * kHeadDim;
+    float2* ml = reinterpret_cast<float2*>(scratch + 16);
+    const float2* partial_ml = a.partial_ml + static_cast<size_t>(first) * a.heads_per_task;
     bf16* out = a.out + query_offset(a, w);
+    const float2* partial = reinterpret_cast<const float2*>(a.partial + static_cast<size_t>(first) * stride);
+    const int pairs = w.num_heads * (kHeadDim / 2);
+    // The first partials' loads are under way before anything waits for the maxima.
+    float2 ahead[kMergeDepth];
+    load_partials(ahead, partial, team.thread < pairs ? a.splits : 0, team.thread, stride / 2);
 #pragma unroll 1
-    for (int i = team.thread; i < w.num_heads * kHeadDim; i += kTeamThreads) {
-      const float* ml = a.partial_ml + static_cast<size_t>(first) * 2 * a.heads_per_task + i / kHeadDim;
-      const float* partial = a.partial + static_cast<size_t>(first) * stride + i;
-      Merge merge;
-#pragma unroll 8
-      for (int split = 0; split < a.splits; ++split)
-        merge.add(ml[split * 2 * a.heads_per_task], ml[(split * 2 + 1) * a.heads_per_task], partial[static_cast<size_t>(split) * stride]);
-      out[i] = to_bf16(__fdiv_rn(merge.out, merge.sum));
+    for (int i = team.thread; i < a.splits * a.heads_per_task; i += kTeamThreads) ml[i] = partial_ml[i];
+    team.sync();
+#pragma unroll 1
+    for (int pair = team.thread; pair < pairs; pair += kTeamThreads) {
+      const float2* mine = ml + pair / (kHeadDim / 2);
+      if (pair != team.thread) load_partials(ahead, partial, a.splits, pair, stride / 2);
+      float top = -infinity();
+#pragma unroll 4
+      for (int s = 0; s < a.splits; ++s) top = fmaxf(top, mine[s * a.heads_per_task].x);
+      float sum = 0.f;
+      float2 y = make_float2(0.f, 0.f);
+#pragma unroll
+      for (int s = 0; s < kMergeDepth; ++s)
+        if (s < a.splits) add_partial(y, sum, mine[s * a.heads_per_task], top, ahead[s]);
+#pragma unroll 4
+      for (int s = kMergeDepth; s < a.splits; ++s)
+        add_partial(y, sum, mine[s * a.heads_per_task], top, partial[s * (stride / 2) + pair]);
+      const float scale = __frcp_rn(sum);
+      *reinterpret_cast<u32*>(out + 2 * pair) = pack_bf16(y.x * scale, y.y * scale);
     }
   }
 
  private:
-  // Partial softmaxes into one, in the order of add(): in one pass, so that all the partials' loads are in flight together.
+  static constexpr int kMergeDepth = 16;
+
+  static __device__ void load_partials(float2 (&to)[kMergeDepth], const float2* partial, int splits, int pair, int stride) {
+#pragma unroll
+    for (int s = 0; s < kMergeDepth; ++s)
+      if (s < splits) to[s] = partial[s * stride + pair];
+  }
+
+  static __device__ void add_partial(float2& y, float& sum, float2 ml, float top, float2 partial) {
+    const float weight = exp2_approx(ml.x - top);  // top is finite: some range holds the new position
+    sum = fmaf(weight, ml.y, sum);
+    y.x = fmaf(weight, partial.x, y.x);
+    y.y = fmaf(weight, partial.y, y.y);
+  }
+
+  // The warps' partial softmaxes into one, in the order of add().
   struct Merge {
     float maximum = -infinity(), sum = 0.f, out = 0.f;
     __device__ void add(float other_maximum, float other_sum, float other_out) {

@@ -42,12 +42,12 @@ struct Linear : Matvec<kBatchHalves, kStreamX, kChunkK> {
     const int row = task * kTileRows + team.thread % kTileRows, b = team.thread / kTileRows;
     const bool mine = b < a.batch && row < a.n;
     const size_t at = static_cast<size_t>(b) * a.n + row;
-    float residual = 0.f;
-    if (kResidual && mine) residual = to_float(a.residual[at]);
+    bf16 residual{};  // kept as it was loaded: widening it here would wait for it
+    if (kResidual && mine) residual = a.residual[at];
     float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (!mine) return;
     if (kNorm) y *= Base::inverse_rms(scratch)[b];
-    if (kResidual) y += residual;
+    if (kResidual) y += to_float(residual);
     store(a.y + at, y);
   }
 

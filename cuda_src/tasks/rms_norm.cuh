@@ -45,7 +45,7 @@ struct RmsNorm : Ringless {
     float total = 0.f;
 #pragma unroll 4
     for (int i = 0; i < segments; ++i) total += squares[i];
-    const float scale = __frsqrt_rn(__fdiv_rn(total, static_cast<float>(a.k)) + a.eps);
+    const float scale = rsqrt_approx(fmaf(total, __frcp_rn(static_cast<float>(a.k)), a.eps));
 #pragma unroll 1
     for (int i = team.thread * 2; i < a.k; i += kTeamThreads * 2) {
       const u32 v = *reinterpret_cast<const u32*>(x + i), w = *reinterpret_cast<const u32*>(a.w + i);

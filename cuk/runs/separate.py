@@ -16,11 +16,10 @@ from cuk.launch import Launch, capture, encode_tensor_map
 from cuk.program import Op, Program, View
 from cuk.runs.base import Run
 from cuk.runs.memory import gpu_buffers
-from cuk.task import Task, pack_args, round_up
+from cuk.task import Task, ceil_div, pack_args
 
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
-L2_SPANS = 4
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -45,18 +44,20 @@ class Footprint:
     def threads(self) -> int:
         return self.teams * THREADS_PER_TEAM
 
-    def pack(self, l2_spans: list[tuple[int, int]]) -> bytes:
-        """The struct LaunchArgs; l2_spans: up to L2_SPANS pairs of an address and a number of bytes."""
-        spans = (l2_spans + [(0, 0)] * L2_SPANS)[:L2_SPANS]
-        words = [address for address, _ in spans] + [size for _, size in spans]
-        return struct.pack(f"={L2_SPANS}Q{L2_SPANS}i6i", *words, self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
+    def pack(self) -> bytes:
+        return struct.pack("6i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
 
 
 def footprint(task: Task, machine: Machine, *, teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int) -> Footprint:
     """The footprint of a task's kernel: `stages` ring stages a team, or as many as leave room for `ctas_per_sm` such CTAs on an SM.
 
+    No more teams than an SM has tasks, and no more stages than a team's tasks fill: what a kernel cannot use, the kernels after it
+    can, and the less it takes the more of them are admitted beside it.
+
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
     staged = task.stage_bytes > 0
+    teams = min(teams, ceil_div(task.num_tasks, machine.num_sms))
+    useful = task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * teams)) if staged else 0
 
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)
@@ -73,7 +74,7 @@ def footprint(task: Task, machine: Machine, *, teams: int, stages: int | None, c
             limit = machine.smem_per_cta_bytes
             while of(count + 1).smem_bytes <= limit:
                 count += 1
-        count = min(count, 64)
+        count = min(count, useful, 64)
     else:
         count = stages
     if count < 1 or of(count).smem_bytes > machine.smem_per_cta_bytes:
@@ -92,44 +93,15 @@ def kernel_name(op: Op) -> str:
 
 def source_for(op: Op, *, teams: int, pdl: bool, trigger: str) -> str:
     """The translation unit of one op's kernel, which carries the op's kind in its name."""
-    ctas = max(1, 4 // teams)  # leaves each thread 96 registers or more, and two CTAs of two teams on an SM
     header = op.task.header
     return (
         '#include "kernels/separate.cuh"\n'
         f'#include "{header}"\n'
-        f'extern "C" __global__ void __launch_bounds__({teams * THREADS_PER_TEAM}, {ctas})\n'
+        f'extern "C" __global__ void __maxnreg__({op.task.max_registers})\n'
         f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch) {{\n"
         f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}>(args, launch);\n"
         "}\n"
     )
-
-
-def l2_hints(program: Program, ahead_bytes: int, machine: Machine) -> list[list[tuple[View, int, int]]]:
-    """For each op, the spans of later ops' weights that its kernel brings into L2.
-
-    A small op (QKV, attention, output projection at batch 1) takes longer than its own bytes do: memory idles. Such an op, of fewer
-    than `ahead_bytes`, asks for the difference out of what follows: weights that neither the next kernel's ring nor an earlier
-    op has asked for yet."""
-    ring = machine.num_sms * machine.smem_per_sm_bytes // 2
-    weights = [sum(size for _, _, size in op.weight_spans(1 << 62)) for op in program.ops]
-    asked = [0] * len(program.ops)
-    hints: list[list[tuple[View, int, int]]] = []
-    for i, op in enumerate(program.ops):
-        budget, spans = ahead_bytes - op.min_bytes, []
-        for j in range(i + 1, min(i + 4, len(program.ops))):
-            start = max(asked[j], min(weights[j], ring) if j == i + 1 else 0)
-            if budget <= 0 or start >= weights[j]:
-                continue
-            upto = min(weights[j], start + budget)
-            known = {(str(v), low): size for v, low, size in program.ops[j].weight_spans(start)} if start else {}
-            for view, low, size in program.ops[j].weight_spans(upto):
-                skip = known.get((str(view), low), 0)
-                if size > skip:
-                    spans.append((view, low + skip, size - skip))
-            budget -= upto - start
-            asked[j] = upto
-        hints.append(spans[:L2_SPANS])
-    return hints
 
 
 class SeparateRun(Run):
@@ -141,11 +113,11 @@ class SeparateRun(Run):
 
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
-        ctas_per_sm: int, prefetch: bool | int = True, trigger: str = "start", l2_ahead_mb: float = 0,
+        ctas_per_sm: int, prefetch: bool | int = True, trigger: str = "start",
     ):  # fmt: skip
         _check_switches(teams, stages, ctas_per_sm, prefetch, trigger)
         super().__init__(program, {name: value for name, value in
-                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger, "l2_ahead_mb": l2_ahead_mb}.items()
+                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger}.items()
                                    if name in self.switches})  # fmt: skip
         import cupy
 
@@ -158,10 +130,9 @@ class SeparateRun(Run):
             self.launches: list[Launch] = []
             functions: dict[str, Any] = {}
             self._maps = self._tensor_maps()
-            hints = l2_hints(program, int(l2_ahead_mb * 1e6), self.machine) if l2_ahead_mb and prefetch else [[] for _ in program.ops]
             for i, op in enumerate(program.ops):
                 fit = footprint(op.task, self.machine, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
-                source = source_for(op, teams=teams, pdl=self.programmatic, trigger=trigger)
+                source = source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger)
                 if source not in functions:
                     cubin = compile(source, name=kernel_name(op))
                     functions[source] = cubin.function()
@@ -171,17 +142,14 @@ class SeparateRun(Run):
                 self.launches.append(
                     Launch(
                         functions[source],
-                        grid=min(self.machine.num_sms, op.task.num_tasks),
+                        grid=self.machine.num_sms,
                         block=fit.threads,
-                        args=(self._pack(i, op), fit.pack(self._addresses(hints[i]))),
+                        args=(self._pack(i, op), fit.pack()),
                         smem_bytes=fit.smem_bytes,
                         programmatic=self.programmatic and i > 0,
                         name=op.name,
                     )
                 )
-
-    def _addresses(self, spans: list[tuple[View, int, int]]) -> list[tuple[int, int]]:
-        return [(self._address(view) + first, size) for view, first, size in spans]
 
     def _address(self, view: View) -> int:
         return self.buffers[view.buffer.name].data.ptr + view.offset_bytes
@@ -239,10 +207,10 @@ class GraphRun(SeparateRun):
 
 class PdlRun(GraphRun):
     """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
-    successor start: "start", after its last "loads", or at its "end". l2_ahead_mb: see `l2_hints`; 0 turns it off, as prefetch=False does."""
+    successor start: "start", after its last "loads", or at its "end"."""
 
     name = "pdl"
-    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "l2_ahead_mb": 16}
+    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start"}
     programmatic = True
 
 

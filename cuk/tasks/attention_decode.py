@@ -66,9 +66,21 @@ class AttentionDecode(Task):
     def stage_bytes(self) -> int:
         return round_up(8 * (self.positions_per_stage // 4 * self.head_dim * 2 + 32), 1024)
 
+    def stages_of_team(self, tasks: int) -> int:
+        """For `context` old positions and up to one stage more in each range: a longer context only takes turns in the ring."""
+        return tasks * max(2, ceil_div(ceil_div(self.context, self.positions_per_stage), self.splits))
+
+    @property
+    def max_registers(self) -> int:
+        """What the body needs without spilling: its outputs alone take 16 or 32."""
+        return 112 if self.head_dim == 64 else 128
+
     @property
     def scratch_bytes(self) -> int:
-        return round_up(16 + 4 * 4 * (2 * HEADS_PER_TASK + self.heads_per_task * self.head_dim), 128)
+        """The larger of merging the warps and merging the ranges, behind the arrival flag (see the device file)."""
+        warps = 4 * (2 * HEADS_PER_TASK + self.heads_per_task * self.head_dim)
+        ranges = 2 * self.splits * self.heads_per_task
+        return round_up(16 + 4 * max(warps, ranges), 128)
 
     @property
     def operands(self) -> dict[str, Operand]:
@@ -81,7 +93,7 @@ class AttentionDecode(Task):
             "v_cache": cache,
             "positions": Operand((self.batch,), "int32", role="index"),
             "partial": Operand((outputs * self.splits, self.heads_per_task, self.head_dim), "float32", "inout", role="scratch"),
-            "partial_ml": Operand((outputs * self.splits, 2, self.heads_per_task), "float32", "inout", role="scratch"),
+            "partial_ml": Operand((outputs * self.splits, self.heads_per_task, 2), "float32", "inout", role="scratch"),
             "arrivals": Operand((outputs,), "uint32", "inout", role="scratch"),
             "out": Operand(q, "bfloat16", "out"),
         }
@@ -114,7 +126,7 @@ class AttentionDecode(Task):
         b, _, columns = self._where(task)
         return [
             Region("partial", ((task, task + 1), (0, self.heads_per_task), (0, self.head_dim))),
-            Region("partial_ml", ((task, task + 1), (0, 2), (0, self.heads_per_task))),
+            Region("partial_ml", ((task, task + 1), (0, self.heads_per_task), (0, 2))),
             Region("out", ((b, b + 1), columns)),
         ]
 

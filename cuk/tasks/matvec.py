@@ -53,6 +53,13 @@ class MatvecTask(Task):
     def stage_bytes(self) -> int:
         return round_up(TILE_ROWS * self.chunk_k * 2 + (self.batch * (self.chunk_k * 2 + PAD_BYTES) if self.stream_x else 0), 1024)
 
+    def stages_of_team(self, tasks: int) -> int:
+        return tasks * ceil_div(self.k, self.chunk_k)
+
+    @property
+    def max_registers(self) -> int:
+        return 72 if self.batch_halves == 1 else 96
+
     def weight_map(self, rows: int, halves: int = 1, heads: int = 1) -> dict[str, TensorMap]:
         """w [heads * halves * rows, k] as core/matvec.cuh reads it: (64 columns, rows, halves, blocks of 64 columns, heads). The last
         block of a k that is no multiple of 64 reaches into the next row, and 112 bytes past the last one."""
