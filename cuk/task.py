@@ -119,8 +119,8 @@ class Task(abc.ABC):
 
     @property
     def max_registers(self) -> int:
-        """Registers a thread may have: with 72, three kernels of two teams and one of one team fit an SM's 65,536."""
-        return 72
+        """Registers a thread may have. 65,536 of an SM hold two kernels of two teams (640 threads) at 96 and less."""
+        return 96
 
     @property
     def shared_bytes(self) -> int:

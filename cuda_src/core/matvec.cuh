@@ -39,6 +39,11 @@ struct Matvec {
   static constexpr int kXPitch = kChunkK * 2 + kPadBytes;  // of a streamed x, behind the weights of its stage
   static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
   static constexpr bool kHasDependentLoads = kStreamX;
+  using Tile = int;  // its index
+  template <class Args>
+  static __device__ Tile tile(const Args&, int task) {
+    return task;
+  }
 
   // Team scratch: two buffers of partial sums [warp][batch][row], used by alternate tiles; then 1 / rms [batch].
   static constexpr int kPartials = kTeamWarps * kMaxBatch * kTileRows;
@@ -76,34 +81,44 @@ struct Matvec {
   static __device__ void stage_x(const bf16* x, const bf16* norm, int batch, int k, char* shared, const Crew& crew,
                                  Policy& policy) {
     const int units = ceil_div(k, kSegmentK) * kWarpSize;  // 16-byte units of a row, in whole warps
-    const int pitch = x_pitch(k), total = batch * units;
+    const int pitch = x_pitch(k);
     float* squares = reinterpret_cast<float*>(shared + batch * pitch);
     // kDepth loads in flight a thread: one L2 latency covers a row of 8192 columns with two teams. A normalised x is as short as
     // the hidden size, and its code is long: one at a time.
     constexpr int kDepth = kNorm ? 1 : 4;
-    Vec16 weight[kDepth] = {}, v[kDepth];
-    if constexpr (kNorm) load_units(norm, weight, crew.thread, crew.num_threads, total, units, k, false);
+    Place at{0, crew.thread};
+    at.wrap(units);
+    Vec16 weight{}, v[kDepth];
+    if (kNorm && at.row < batch && at.unit * 8 < k) weight = load_constant(norm + at.unit * 8);
     policy.wait();
 #pragma unroll 1
-    for (int first = crew.thread; first < total; first += kDepth * crew.num_threads) {
-      load_units(x, v, first, crew.num_threads, total, units, k, true);
-      if (kNorm && first != crew.thread) load_units(norm, weight, first, crew.num_threads, total, units, k, false);
+    while (at.row < batch) {
+      Place load = at;
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
-        const int i = first + d * crew.num_threads;
-        if (i >= total) break;  // whole warps: total and num_threads are multiples of 32
-        const int row = batch == 1 ? 0 : i / units, unit = i - row * units;
+        v[d] = Vec16{};
+        if (load.row < batch && load.unit * 8 < k)
+          v[d] = *reinterpret_cast<const Vec16*>(x + static_cast<size_t>(load.row) * k + load.unit * 8);
+        load.unit += crew.num_threads;
+        load.wrap(units);
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        if (at.row >= batch) break;  // whole warps: units and num_threads are multiples of 32
         if constexpr (kNorm) {
           float sum = 0.f;
-          v[d].x = scale_and_square(v[d].x, weight[d].x, sum);
-          v[d].y = scale_and_square(v[d].y, weight[d].y, sum);
-          v[d].z = scale_and_square(v[d].z, weight[d].z, sum);
-          v[d].w = scale_and_square(v[d].w, weight[d].w, sum);
+          v[d].x = scale_and_square(v[d].x, weight.x, sum);
+          v[d].y = scale_and_square(v[d].y, weight.y, sum);
+          v[d].z = scale_and_square(v[d].z, weight.z, sum);
+          v[d].w = scale_and_square(v[d].w, weight.w, sum);
 #pragma unroll
           for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
-          if (unit % kWarpSize == 0) squares[row * (units / kWarpSize) + unit / kWarpSize] = sum;
+          if (at.unit % kWarpSize == 0) squares[(at.row * units + at.unit) / kWarpSize] = sum;
         }
-        if (unit * 8 < k) *reinterpret_cast<Vec16*>(shared + row * pitch + unit * 16) = v[d];
+        if (at.unit * 8 < k) *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = v[d];
+        at.unit += crew.num_threads;
+        at.wrap(units);
+        if (kNorm && at.row < batch && at.unit * 8 < k) weight = load_constant(norm + at.unit * 8);
       }
     }
     crew.sync();
@@ -190,21 +205,14 @@ struct Matvec {
   }
 
  private:
-  // Units first, first + step, … of [rows, k], as far as they exist; `by_row` false: the same row for every row of x.
-  template <int kDepth>
-  static __device__ void load_units(const bf16* source, Vec16 (&to)[kDepth], int first, int step, int total, int units, int k,
-                                    bool by_row) {
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int i = first + d * step;
-      const int row = total == units ? 0 : i / units, unit = i - row * units;
-      to[d] = Vec16{};
-      if (i < total && unit * 8 < k) {
-        const bf16* at = source + (by_row ? static_cast<size_t>(row) * k : 0) + unit * 8;
-        to[d] = by_row ? *reinterpret_cast<const Vec16*>(at) : load_constant(at);
-      }
+  // A 16-byte unit of x.
+  struct Place {
+    int row, unit;
+    __device__ void wrap(int units) {
+#pragma unroll 1
+      for (; unit >= units; ++row) unit -= units;
     }
-  }
+  };
 
   static __device__ u32 scale_and_square(u32 x, u32 weight, float& sum) {
     const float low = low_to_float(x), high = high_to_float(x);

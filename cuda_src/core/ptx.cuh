@@ -115,22 +115,11 @@ __device__ __forceinline__ u64 global_nanoseconds() {
 // A wait that outlasts this stops the grid with a trap (the launch fails) instead of hanging the GPU.
 constexpr u64 kHangNanoseconds = 4000000000ull;
 
-// Not inlined: waits that succeed at once, nearly all of them, pay one instruction for it.
-static __device__ __noinline__ void mbarrier_wait_long(u64* barrier, u32 parity) {
-  const u64 start = global_nanoseconds();
-  while (!mbarrier_try_wait(barrier, parity)) {
-    if (global_nanoseconds() - start > kHangNanoseconds) {
-#ifdef CUK_EXPLAIN_HANGS  // costs every kernel a stack frame
-      printf("cuk: CTA %d thread %d waited 4 s for an mbarrier at shared address %u, parity %u\n", int(blockIdx.x), int(threadIdx.x),
-             smem_address(barrier), parity);
-#endif
-      __trap();
-    }
-  }
-}
-
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
-  if (!mbarrier_try_wait(barrier, parity)) mbarrier_wait_long(barrier, parity);
+  if (mbarrier_try_wait(barrier, parity)) return;
+  const u64 start = global_nanoseconds();
+  while (!mbarrier_try_wait(barrier, parity))
+    if (global_nanoseconds() - start > kHangNanoseconds) __trap();
 }
 
 // True in one lane of a converged warp. The compiler knows that a branch on it holds one lane: a bulk copy in it needs no loop over

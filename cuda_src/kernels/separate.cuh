@@ -31,31 +31,32 @@ struct SeparatePolicy {
   }
 };
 
-// Walks the chunks of a team's tasks in order.
+// Walks the chunks of a team's tasks in order. A task's tile (what its index means) is worked out once.
 template <class Task>
 struct ChunkCursor {
   const typename Task::Args& args;
   int num_tasks, stride, task;
   int chunk = 0, num_chunks = 0;
+  typename Task::Tile tile{};
 
   __device__ ChunkCursor(const typename Task::Args& args, int num_tasks, int first, int stride)
-      : args(args), num_tasks(num_tasks), stride(stride), task(first) {
-    if (task < num_tasks) num_chunks = Task::num_chunks(args, task);
-    skip_empty();
+      : args(args), num_tasks(num_tasks), stride(stride), task(first - stride) {
+    next_task();
   }
   __device__ bool done() const { return task >= num_tasks; }
   __device__ void advance() {
-    ++chunk;
-    skip_empty();
+    if (++chunk >= num_chunks) next_task();
   }
 
  private:
-  __device__ void skip_empty() {
-    while (task < num_tasks && chunk >= num_chunks) {
+  __device__ void next_task() {
+    chunk = 0;
+    do {
       task += stride;
-      chunk = 0;
-      if (task < num_tasks) num_chunks = Task::num_chunks(args, task);
-    }
+      if (task >= num_tasks) return;
+      tile = Task::tile(args, task);
+      num_chunks = Task::num_chunks(args, tile);
+    } while (num_chunks == 0);
   }
 };
 
@@ -74,21 +75,21 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     int early = 0;
     for (; early < ahead && !at.done(); ++early, at.advance(), producer.advance()) {
       if (!elected) continue;  // the first stages are free
-      producer.announce(Task::chunk_bytes(args, at.task, at.chunk));
-      Task::load_independent(args, at.task, at.chunk, producer.here());
+      producer.announce(Task::chunk_bytes(args, at.tile, at.chunk));
+      Task::load_independent(args, at.tile, at.chunk, producer.here());
     }
     policy.wait();
     for (; early > 0; --early, behind.advance(), late.advance())
-      if (elected) Task::load_dependent(args, behind.task, behind.chunk, late.here());
+      if (elected) Task::load_dependent(args, behind.tile, behind.chunk, late.here());
   }
 #pragma unroll 1
   for (int issued = 0; !at.done(); ++issued, at.advance(), producer.advance()) {
     if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
     producer.wait();
     if (elected) {
-      producer.announce(Task::chunk_bytes(args, at.task, at.chunk));
-      Task::load_independent(args, at.task, at.chunk, producer.here());
-      if constexpr (Task::kHasDependentLoads) Task::load_dependent(args, at.task, at.chunk, producer.here());
+      producer.announce(Task::chunk_bytes(args, at.tile, at.chunk));
+      Task::load_independent(args, at.tile, at.chunk, producer.here());
+      if constexpr (Task::kHasDependentLoads) Task::load_dependent(args, at.tile, at.chunk, producer.here());
     }
     __syncwarp();
   }
@@ -130,10 +131,11 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   int iteration = 0;
 #pragma unroll 1
   for (int task = first; task < launch.num_tasks; task += stride, ++iteration) {
-    Task::consume(args, task, consumer, team, shared, scratch, iteration, policy);
+    const typename Task::Tile tile = Task::tile(args, task);
+    Task::consume(args, tile, consumer, team, shared, scratch, iteration, policy);
     if constexpr (Task::kMerges)
-      if (last_arrival(team, Task::arrivals(args, task), Task::num_siblings(args), reinterpret_cast<u32*>(scratch)))
-        Task::merge(args, task, team, scratch);
+      if (last_arrival(team, Task::arrivals(args, tile), Task::num_siblings(args), reinterpret_cast<u32*>(scratch)))
+        Task::merge(args, tile, team, scratch);
   }
   // A CTA without a task stays as long as the others of the grid before: one that left early would leave room on this SM for two
   // CTAs of a later kernel, and none for it elsewhere.

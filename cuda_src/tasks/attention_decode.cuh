@@ -4,7 +4,7 @@
 // of an output's tasks to arrive merges the ranges in index order. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
 //
 // The p old positions come through the ring, without waiting for any kernel of this step: they were written in earlier steps.
-// The new position, which this step's Qkv appends, is read from global memory after the wait, by the first warp of the last range, before its old ones.
+// The new position, which this step's Qkv appends, is read from global memory after the wait, by the last range.
 //
 // A ring stage holds kPositions positions of K, then of V, each as four blocks of rows padded by 32 bytes: column pair t of the
 // score tile is two rows of block t, which makes the transposed reads of V free of bank conflicts. Each warp keeps its own running
@@ -28,6 +28,7 @@ struct AttentionDecode {
   static constexpr int kBlockPitch = kBlockRows * kRowBytes + 32;
   static constexpr int kOctets = kPositions / 32;  // groups of eight positions that a warp takes from a stage
   static constexpr int kWidths = kHeadDim / 64;
+  static constexpr int kFreshOffset = 16, kMergeOffset = 16 + 6 * kRowBytes;
 
   struct Args {
     const bf16 *q, *k_cache, *v_cache;
@@ -40,51 +41,39 @@ struct AttentionDecode {
     float scale_log2;  // log2(e) / sqrt(kHeadDim)
   };
 
-  struct Where {
-    int split, head_block, kv_head, b, first_head, num_heads;  // heads counted within the group
-  };
-  static __device__ Where where(const Args& a, int task) {
-    const int head_blocks = (a.group + a.heads_per_task - 1) / a.heads_per_task;
-    Where w;
-    w.split = task % a.splits;
-    task /= a.splits;
-    w.head_block = task % head_blocks;
-    task /= head_blocks;
-    w.kv_head = task % a.kv_heads;
-    w.b = task / a.kv_heads;
-    w.first_head = w.head_block * a.heads_per_task;
-    w.num_heads = min(a.heads_per_task, a.group - w.first_head);
-    return w;
-  }
   // Stages of the old context go to the splits in equal runs, the last ones getting less.
-  static __device__ int2 chunk_range(const Args& a, const Where& w) {
-    const int chunks = (a.positions[w.b] + kPositions - 1) / kPositions;
-    const int each = (chunks + a.splits - 1) / a.splits;
-    return make_int2(min(chunks, w.split * each), min(chunks, (w.split + 1) * each));
-  }
-  static __device__ size_t cache_offset(const Args& a, const Where& w) {
-    return (static_cast<size_t>(w.b) * a.kv_heads + w.kv_head) * a.capacity * kHeadDim;
-  }
-
-  static __device__ size_t query_offset(const Args& a, const Where& w) {
-    return ((static_cast<size_t>(w.b) * a.kv_heads + w.kv_head) * a.group + w.first_head) * kHeadDim;
+  struct Tile {
+    int task, split, output;   // output: of [batch, kv_heads, head_blocks]
+    int num_heads, query;      // query: the first element of its heads in q and out
+    int position, first, last; // of the stages
+    size_t cache;              // the first element of its KV head in the caches
+  };
+  static __device__ Tile tile(const Args& a, int task) {
+    Tile w;
+    w.task = task;
+    w.output = task / a.splits;
+    w.split = task - w.output * a.splits;
+    const int head_blocks = (a.group + a.heads_per_task - 1) / a.heads_per_task;
+    const int kv = w.output / head_blocks, first_head = (w.output - kv * head_blocks) * a.heads_per_task;
+    w.num_heads = min(a.heads_per_task, a.group - first_head);
+    w.query = (kv * a.group + first_head) * kHeadDim;
+    w.cache = static_cast<size_t>(kv) * a.capacity * kHeadDim;
+    w.position = a.positions[kv / a.kv_heads];
+    const int stages = (w.position + kPositions - 1) / kPositions;
+    const int each = (stages + a.splits - 1) / a.splits;
+    w.first = min(stages, w.split * each);
+    w.last = min(stages, w.first + each);
+    return w;
   }
 
   // ---- producer ----
-  static __device__ int num_chunks(const Args& a, int task) {
-    const int2 range = chunk_range(a, where(a, task));
-    return range.y - range.x;
+  static __device__ int num_chunks(const Args&, const Tile& w) { return w.last - w.first; }
+  static __device__ u32 chunk_bytes(const Args&, const Tile& w, int chunk) {
+    return static_cast<u32>(min(kPositions, w.position - (w.first + chunk) * kPositions)) * (2 * kRowBytes);
   }
-  static __device__ u32 chunk_bytes(const Args& a, int task, int chunk) {
-    const Where w = where(a, task);
-    const int first = (chunk_range(a, w).x + chunk) * kPositions;
-    return static_cast<u32>(min(kPositions, a.positions[w.b] - first)) * (2 * kRowBytes);
-  }
-  static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
-    const Where w = where(a, task);
-    const int first = (chunk_range(a, w).x + chunk) * kPositions;
-    const int left = a.positions[w.b] - first;
-    const size_t at = cache_offset(a, w) + static_cast<size_t>(first) * kHeadDim;
+  static __device__ void load_independent(const Args& a, const Tile& w, int chunk, const Filling& filling) {
+    const int first = (w.first + chunk) * kPositions, left = w.position - first;
+    const size_t at = w.cache + static_cast<size_t>(first) * kHeadDim;
 #pragma unroll
     for (int block = 0; block < 8; ++block) {
       const int row = block % 4 * kBlockRows, rows = min(kBlockRows, left - row);
@@ -93,7 +82,7 @@ struct AttentionDecode {
                      static_cast<u32>(rows) * kRowBytes);
     }
   }
-  static __device__ void load_dependent(const Args&, int, int, const Filling&) {}
+  static __device__ void load_dependent(const Args&, const Tile&, int, const Filling&) {}
 
   // ---- team ----
   template <class Policy>
@@ -109,11 +98,12 @@ struct AttentionDecode {
     float out[kWidths * 4][4] = {};
   };
 
-  // Folds kCount octets of positions into the state. load_k(octet, width, half) gives 16 bytes of this lane's K row (its row is
-  // position lane / 4 of the octet, its columns 64 width + 32 half + 8 t …), load_v(octet, e, width) those of position
-  // 2 t + e at columns 64 width + 8 g …; valid(octet, e) tells whether that position counts.
-  template <int kCount, class LoadK, class LoadV, class Valid>
-  static __device__ void fold(State& s, float scale_log2, int lane, LoadK load_k, LoadV load_v, Valid valid) {
+  // Folds kOctets octets of positions into the state. k_row: this lane's K row of the first octet (position lane / 4), at column 8 t;
+  // v_row: its first V row (positions 2 t and 2 t + 1), at column 8 g. Position e of this lane's in octet o counts where
+  // offset + 2 * o + e < left.
+  static __device__ void fold(State& s, float scale_log2, int lane, const char* k_row, const char* v_row, int offset, int left) {
+    constexpr int kCount = kOctets;
+    const auto valid = [=](int o, int e) { return offset + 2 * o + e < left; };
     float score[kCount][2];
     float top = -infinity();
 #pragma unroll
@@ -123,7 +113,8 @@ struct AttentionDecode {
       for (int width = 0; width < kWidths; ++width)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const Vec16 k = load_k(o, width, half), q = s.q[width][half];
+          const Vec16 q = s.q[width][half];
+          const Vec16 k = *reinterpret_cast<const Vec16*>(k_row + o * 2 * kRowBytes + width * 128 + half * 64);
           mma_k16(even, q.x, 0u, q.y, 0u, k.x, k.y);
           mma_k16(odd, q.z, 0u, q.w, 0u, k.z, k.w);
         }
@@ -156,7 +147,10 @@ struct AttentionDecode {
 #pragma unroll
       for (int width = 0; width < kWidths; ++width) {
         // A position that does not count has weight 0, but its bytes may be NaN.
-        const Vec16 v0 = valid(o, 0) ? load_v(o, 0, width) : Vec16{}, v1 = valid(o, 1) ? load_v(o, 1, width) : Vec16{};
+        const char* v = v_row + o * 2 * kRowBytes + width * 128;
+        Vec16 v0{}, v1{};
+        if (valid(o, 0)) v0 = *reinterpret_cast<const Vec16*>(v);
+        if (valid(o, 1)) v1 = *reinterpret_cast<const Vec16*>(v + kRowBytes);
         float(*out)[4] = s.out + width * 4;
         mma_k8(out[0], pack_low(v0.x, v1.x), pack_high(v0.x, v1.x), weights);
         mma_k8(out[1], pack_low(v0.y, v1.y), pack_high(v0.y, v1.y), weights);
@@ -167,55 +161,54 @@ struct AttentionDecode {
   }
 
   template <class Policy>
-  static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char*, char* scratch,
-                                 int, Policy& policy) {
-    const Where w = where(a, task);
+  static __device__ void consume(const Args& a, const Tile& w, RingConsumer& ring, const Team& team, char*, char* scratch, int,
+                                 Policy& policy) {
     const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
-    const int2 range = chunk_range(a, w);
-    const int position = a.positions[w.b];
     policy.wait();
+    // The new position's K and V go through scratch, and are folded last, as a stage of one position.
+    char* fresh = scratch + kFreshOffset;
+    const bool has_fresh = w.split == a.splits - 1;
+    if (has_fresh && team.thread < 2 * kRowBytes / 16) {
+      const int unit = team.thread % (kRowBytes / 16);
+      const bf16* cache = team.thread < kRowBytes / 16 ? a.k_cache : a.v_cache;
+      *reinterpret_cast<Vec16*>(fresh + team.thread * 16) =
+          *reinterpret_cast<const Vec16*>(cache + w.cache + static_cast<size_t>(w.position) * kHeadDim + unit * 8);
+    }
     State s;
-    const bf16* q = a.q + query_offset(a, w) + g * kHeadDim + t * 8;
+    const bf16* q = a.q + w.query + g * kHeadDim + t * 8;
 #pragma unroll
     for (int width = 0; width < kWidths; ++width)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         s.q[width][half] = g < w.num_heads ? *reinterpret_cast<const Vec16*>(q + width * 64 + half * 32) : Vec16{};
-
-    if (w.split == a.splits - 1 && warp == 0) {
-      const size_t at = cache_offset(a, w) + static_cast<size_t>(position) * kHeadDim;
-      fold<1>(
-          s, a.scale_log2, lane,
-          [&](int, int width, int half) {
-            return g == 0 ? *reinterpret_cast<const Vec16*>(a.k_cache + at + width * 64 + half * 32 + t * 8) : Vec16{};
-          },
-          [&](int, int, int width) { return *reinterpret_cast<const Vec16*>(a.v_cache + at + width * 64 + g * 8); },
-          [&](int, int e) { return t == 0 && e == 0; });
-    }
-
+    team.sync();
 #pragma unroll 1
-    for (int chunk = range.x; chunk < range.y; ++chunk) {
-      const char* stage = ring.wait();
-      const int left = position - chunk * kPositions;  // positions of this stage that exist
-      const char* k_row = stage + (g / 2) * kBlockPitch + (warp * kOctets * 2 + g % 2) * kRowBytes + t * 16;
-      const char* v_row = stage + (4 + t) * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16;
-      const auto load_k = [&](int o, int width, int half) {
-        return *reinterpret_cast<const Vec16*>(k_row + o * 2 * kRowBytes + width * 128 + half * 64);
-      };
-      const auto load_v = [&](int o, int e, int width) {
-        return *reinterpret_cast<const Vec16*>(v_row + (o * 2 + e) * kRowBytes + width * 128);
-      };
-      fold<kOctets>(s, a.scale_log2, lane, load_k, load_v,
-                    [&](int o, int e) { return t * kBlockRows + (warp * kOctets + o) * 2 + e < left; });
-      ring.release(lane);
+    for (int chunk = w.first; chunk < w.last + has_fresh; ++chunk) {
+      const char *k_row, *v_row;
+      int offset, left;
+      if (chunk < w.last) {
+        const char* stage = ring.wait();
+        k_row = stage + (g / 2) * kBlockPitch + (warp * kOctets * 2 + g % 2) * kRowBytes + t * 16;
+        v_row = stage + (4 + t) * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16;
+        offset = t * kBlockRows + warp * kOctets * 2;
+        left = w.position - chunk * kPositions;
+      } else {  // only position 0 of warp 0 counts
+        k_row = fresh + t * 16;
+        v_row = fresh + kRowBytes + g * 16;
+        offset = warp + t;
+        left = offset == 0 ? 1 : 0;
+      }
+      fold(s, a.scale_log2, lane, k_row, v_row, offset, left);
+      if (chunk < w.last) ring.release(lane);
     }
-    merge_warps(a, task, w, s, team, scratch);
+    merge_warps(a, w, s, team, scratch);
   }
 
-  // Scratch: 16 bytes for the arrival flag; maximum and sum [warp][2][kHeads]; output [warp][heads_per_task][kHeadDim].
-  static __device__ void merge_warps(const Args& a, int task, const Where& w, const State& s, const Team& team, char* scratch) {
+  // Scratch: 16 bytes for the arrival flag; the new position's K and V, with room for what its octets reach past them; maximum
+  // and sum [warp][2][kHeads]; output [warp][heads_per_task][kHeadDim].
+  static __device__ void merge_warps(const Args& a, const Tile& w, const State& s, const Team& team, char* scratch) {
     const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
-    float* ml = reinterpret_cast<float*>(scratch + 16);
+    float* ml = reinterpret_cast<float*>(scratch + kMergeOffset);
     float* outs = ml + kTeamWarps * 2 * kHeads;
     const int out_stride = a.heads_per_task * kHeadDim;
     float sum = s.sum;
@@ -235,8 +228,8 @@ struct AttentionDecode {
         *reinterpret_cast<float2*>(out + m / 4 * 64 + m % 4 * 2) = make_float2(s.out[m][e], s.out[m][2 + e]);
     }
     team.sync();
-    float* partial = a.partial + static_cast<size_t>(task) * out_stride;
-    float2* partial_ml = a.partial_ml + static_cast<size_t>(task) * a.heads_per_task;
+    float* partial = a.partial + static_cast<size_t>(w.task) * out_stride;
+    float2* partial_ml = a.partial_ml + static_cast<size_t>(w.task) * a.heads_per_task;
 #pragma unroll 1
     for (int i = team.thread; i < w.num_heads * kHeadDim; i += kTeamThreads) {
       const int head = i / kHeadDim;
@@ -249,16 +242,15 @@ struct AttentionDecode {
     }
   }
 
-  static __device__ u32* arrivals(const Args& a, int task) { return a.arrivals + task / a.splits; }
+  static __device__ u32* arrivals(const Args& a, const Tile& w) { return a.arrivals + w.output; }
   static __device__ int num_siblings(const Args& a) { return a.splits; }
 
   // Scratch: maxima, then sums [splits][heads_per_task], behind the arrival flag.
-  static __device__ void merge(const Args& a, int task, const Team& team, char* scratch) {
-    const Where w = where(a, task);
-    const int first = task - w.split, stride = a.heads_per_task * kHeadDim;
+  static __device__ void merge(const Args& a, const Tile& w, const Team& team, char* scratch) {
+    const int first = w.task - w.split, stride = a.heads_per_task * kHeadDim;
     float2* ml = reinterpret_cast<float2*>(scratch + 16);
     const float2* partial_ml = a.partial_ml + static_cast<size_t>(first) * a.heads_per_task;
-    bf16* out = a.out + query_offset(a, w);
+    bf16* out = a.out + w.query;
     const float2* partial = reinterpret_cast<const float2*>(a.partial + static_cast<size_t>(first) * stride);
     const int pairs = w.num_heads * (kHeadDim / 2);
     // The first partials' loads are under way before anything waits for the maxima.
@@ -288,7 +280,7 @@ struct AttentionDecode {
   }
 
  private:
-  static constexpr int kMergeDepth = 16;
+  static constexpr int kMergeDepth = 8;
 
   static __device__ void load_partials(float2 (&to)[kMergeDepth], const float2* partial, int splits, int pair, int stride) {
 #pragma unroll

@@ -20,6 +20,8 @@ from cuk.task import Task, ceil_div, pack_args
 
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
+MAX_STAGES = 64
+EVEN_EXTRA_BYTES = 3072
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -34,9 +36,14 @@ class Footprint:
     scratch_bytes: int
     prefetch: int
     teams: int
+    at_least: int = 0  # shared memory to take even where less is needed
 
     @property
     def smem_bytes(self) -> int:
+        return max(self.at_least, self.needed_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
         barriers = self.teams * self.num_stages * 16
         return barriers + self.shared_bytes + self.teams * (self.scratch_bytes + self.num_stages * self.stage_bytes)
 
@@ -48,40 +55,43 @@ class Footprint:
         return struct.pack("6i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
 
 
-def footprint(task: Task, machine: Machine, *, teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int) -> Footprint:
-    """The footprint of a task's kernel: `stages` ring stages a team, or as many as leave room for `ctas_per_sm` such CTAs on an SM.
+def footprint(
+    task: Task, machine: Machine, *, index: int = 0, teams: int = 2, stages: int | None = None, ctas_per_sm: int = 2, prefetch: bool | int = True
+) -> Footprint:
+    """The footprint of a task's kernel, the index-th of its program: `stages` ring stages a team, or as many as leave room for
+    `ctas_per_sm` such CTAs on an SM. No more teams than an SM has tasks, and no more stages than a team's tasks fill.
 
-    No more teams than an SM has tasks, and no more stages than a team's tasks fill: what a kernel cannot use, the kernels after it
-    can, and the less it takes the more of them are admitted beside it.
+    With two CTAs an SM, kernels of even index take a little over half of the shared memory and those of odd index the rest. Two CTAs of an
+    even kernel then never fit one SM, and beside one of them only one of an odd kernel does: every kernel of one CTA for each SM
+    has exactly one there. With equal footprints a third of the SMs were seen to hold two CTAs of one kernel, and as many none.
 
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
-    staged = task.stage_bytes > 0
     teams = min(teams, ceil_div(task.num_tasks, machine.num_sms))
-    useful = task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * teams)) if staged else 0
+    useful = task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * teams)) if task.stage_bytes else 0
+    limit = machine.smem_per_cta_bytes if ctas_per_sm == 1 else machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes
+    at_least = 0
+    if ctas_per_sm == 2:
+        over_half = limit + EVEN_EXTRA_BYTES
+        even = index % 2 == 0
+        limit, at_least = (over_half, over_half) if even else (limit - EVEN_EXTRA_BYTES, 0)
 
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)
-        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams)
+        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_least)
 
-    limit = min(machine.smem_per_cta_bytes, machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes)
-    if not staged:
-        return of(0)
-    if stages is None:
+    def most(limit: int) -> int:
         count = 0
-        while of(count + 1).smem_bytes <= limit:
+        while count < min(useful, MAX_STAGES) and of(count + 1).needed_bytes <= limit:
             count += 1
-        if count < 2:  # an operand as large as this leaves no room for company
-            limit = machine.smem_per_cta_bytes
-            while of(count + 1).smem_bytes <= limit:
-                count += 1
-        count = min(count, useful, 64)
-    else:
-        count = stages
-    if count < 1 or of(count).smem_bytes > machine.smem_per_cta_bytes:
-        need = of(max(count, 1)).smem_bytes
+        return count
+
+    count = 0 if not task.stage_bytes else stages if stages is not None else most(limit)
+    if stages is None and count < min(2, useful):  # an operand as large as this leaves no room for company
+        count = most(machine.smem_per_cta_bytes)
+    if (task.stage_bytes and count < 1) or of(count).smem_bytes > machine.smem_per_cta_bytes:
         raise ValueError(
-            f"{type(task).__name__}: {max(count, 1)} stages of {task.stage_bytes} bytes for {teams} teams need {need} bytes of shared memory, "
-            f"a CTA can have {machine.smem_per_cta_bytes}; take fewer stages or teams, or a smaller batch"
+            f"{type(task).__name__}: {max(count, 1)} stages of {task.stage_bytes} bytes for {teams} teams need {of(max(count, 1)).smem_bytes} bytes "
+            f"of shared memory, a CTA can have {machine.smem_per_cta_bytes}; take fewer stages or teams, or a smaller batch"
         )
     return of(count)
 
@@ -131,7 +141,7 @@ class SeparateRun(Run):
             functions: dict[str, Any] = {}
             self._maps = self._tensor_maps()
             for i, op in enumerate(program.ops):
-                fit = footprint(op.task, self.machine, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
+                fit = footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
                 source = source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger)
                 if source not in functions:
                     cubin = compile(source, name=kernel_name(op))

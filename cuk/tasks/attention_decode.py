@@ -11,8 +11,8 @@ from cuk.task import Field, Operand, Region, Task, ceil_div, check_range, round_
 from cuk.tasks.qkv import HEAD_DIMS
 
 HEADS_PER_TASK = 8
-TARGET_TASKS = 256
-"""Tasks to aim for: about two for each SM of a large GPU. A constant, since it fixes the order of the merge."""
+TARGET_TASKS = 128
+"""Tasks to aim for: about one for each SM of a large GPU. A constant, since it fixes the order of the merge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,16 @@ class AttentionDecode(Task):
 
     @property
     def max_registers(self) -> int:
-        """What the body needs without spilling: its outputs alone take 16 or 32."""
-        return 112 if self.head_dim == 64 else 128
+        """What the body needs without spilling: its outputs and operands alone take 60 or 90."""
+        return 128
 
     @property
     def scratch_bytes(self) -> int:
         """The larger of merging the warps and merging the ranges, behind the arrival flag (see the device file)."""
         warps = 4 * (2 * HEADS_PER_TASK + self.heads_per_task * self.head_dim)
         ranges = 2 * self.splits * self.heads_per_task
-        return round_up(16 + 4 * max(warps, ranges), 128)
+        fresh = 6 * 2 * self.head_dim
+        return round_up(16 + max(fresh + 4 * warps, 4 * ranges), 128)
 
     @property
     def operands(self) -> dict[str, Operand]:

@@ -58,7 +58,7 @@ class MatvecTask(Task):
 
     @property
     def max_registers(self) -> int:
-        return 72 if self.batch_halves == 1 else 96
+        return 80 if self.batch_halves == 1 else 96
 
     def weight_map(self, rows: int, halves: int = 1, heads: int = 1) -> dict[str, TensorMap]:
         """w [heads * halves * rows, k] as core/matvec.cuh reads it: (64 columns, rows, halves, blocks of 64 columns, heads). The last
