@@ -136,8 +136,11 @@ class Launch:
             raise LaunchError(f"{self.name}: {attribute}={value}: {_explain(status)}")
 
     def _prepare_function(self, driver: Any) -> None:
-        if self.smem_bytes > 48 * 1024:
-            self._set(driver, "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", self.smem_bytes)
+        # Only ever raised: one function may be launched with several sizes.
+        attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+        status, known = driver.cuFuncGetAttribute(getattr(driver.CUfunction_attribute, attribute), self.handle)
+        if int(status) or self.smem_bytes > known:
+            self._set(driver, attribute, self.smem_bytes)
         # The largest carve-out, always: it decides which kernels can share an SM.
         self._set(driver, "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
 
