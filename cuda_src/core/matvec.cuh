@@ -54,10 +54,11 @@ struct Matvec {
 
   // Crew's shared memory: x [batch][x_pitch], then the sums of squares [batch][segments].
   static __device__ int x_pitch(int k) { return round_up(k, kBlockK) * 2 + kPadBytes; }
-  // Where a task's own shared operands may follow.
-  static __device__ int x_bytes(int batch, int k) {
+  // A row of zeros as long as a stage's follows; behind it, at x_bytes, a task's own shared operands.
+  static __device__ int zeros_offset(int batch, int k) {
     return kStreamX ? 0 : round_up(batch * (x_pitch(k) + 4 * ceil_div(k, kSegmentK)), 16);
   }
+  static __device__ int x_bytes(int batch, int k) { return zeros_offset(batch, k) + kChunkK * 2; }
 
   // ---- producer, one lane: a chunk of the tile's columns ----
   static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
@@ -140,8 +141,11 @@ struct Matvec {
   static __device__ void prepare_x(const bf16* x, const bf16* norm, int batch, int k, float eps, const Crew& crew,
                                    const Team& team, char* shared, char* scratch, Policy& policy) {
     static_assert(!(kNorm && kStreamX), "a streamed x is normalised by an op of its own");
+    for (int i = crew.thread * 16; i < kChunkK * 2; i += crew.num_threads * 16)
+      *reinterpret_cast<Vec16*>(shared + zeros_offset(batch, k) + i) = Vec16{};
     if constexpr (kStreamX) {
       policy.wait();
+      crew.sync();
     } else {
       stage_x<kNorm>(x, norm, batch, k, shared, crew, policy);
       if constexpr (kNorm) reduce_squares(batch, k, eps, shared, scratch, team);
@@ -153,33 +157,29 @@ struct Matvec {
                                int iteration) {
     const int lane = team.lane(), warp = team.warp();
     const int g = lane / 4, t = lane % 4;
-    const int resident_pitch = x_pitch(k);
     const int tile_row = g / 2 + g % 2 * 4;
     const int unit[2] = {(t ^ tile_row) * 16, ((t + 4) ^ tile_row) * 16};
+    const int w_offset = warp * kBlockBytes + tile_row * (kBlockK * 2);
+    // Rows past the batch read zeros, at the same offsets: no lane's load is conditional.
+    const char* zeros = shared + zeros_offset(batch, k) + warp * (kBlockK * 2) + t * 16;
+    const int x_offset = (kStreamX ? kStageWeights : 0) + g * (kStreamX ? kXPitch : x_pitch(k)) + warp * (kBlockK * 2) + t * 16;
+    const int high = 8 * (kStreamX ? kXPitch : x_pitch(k));
     float acc[4][4] = {};
     const int chunks = num_chunks(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const char* stage = ring.wait();
-      const char* w_row = stage + warp * kBlockBytes + tile_row * (kBlockK * 2);
-      const char* x_row = (kStreamX ? stage + kStageWeights : shared + chunk * (kChunkK * 2)) + warp * (kBlockK * 2) + t * 16 +
-                          g * (kStreamX ? kXPitch : resident_pitch);
-      const int high = 8 * (kStreamX ? kXPitch : resident_pitch);
+      const char* w_row = stage + w_offset;
+      const char* x_row = (kStreamX ? stage : shared + chunk * (kChunkK * 2)) + x_offset;
+      const char* x0_row = g < batch ? x_row : zeros;
+      const char* x1_row = kBatchHalves > 1 && g + 8 < batch ? x_row + high : zeros;
+      if ((chunk + 1) * kChunkK <= k) {
 #pragma unroll
-      for (int j = 0; j < kBlocksPerWarp; ++j) {
-        const int first = chunk * kChunkK + (warp + j * kTeamWarps) * kBlockK + t * 8;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Past the row's end the box holds the next row's columns, which may be NaN.
-          const bool inside = first + half * 32 < k;
-          Vec16 w{}, x0{}, x1{};
-          if (inside) w = *reinterpret_cast<const Vec16*>(w_row + j * kTeamWarps * kBlockBytes + unit[half]);
-          const char* x = x_row + j * (kTeamWarps * kBlockK * 2) + half * 64;
-          if (inside && g < batch) x0 = *reinterpret_cast<const Vec16*>(x);
-          if (kBatchHalves > 1 && inside && g + 8 < batch) x1 = *reinterpret_cast<const Vec16*>(x + high);
-          mma_k16(acc[2 * half], x0.x, x1.x, x0.y, x1.y, w.x, w.y);
-          mma_k16(acc[2 * half + 1], x0.z, x1.z, x0.w, x1.w, w.z, w.w);
-        }
+        for (int j = 0; j < kBlocksPerWarp; ++j) add_block(acc, w_row, x0_row, x1_row, unit, j, kBlockK);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < kBlocksPerWarp; ++j)
+          add_block(acc, w_row, x0_row, x1_row, unit, j, k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8);
       }
       ring.release(lane);
     }
@@ -205,6 +205,22 @@ struct Matvec {
   }
 
  private:
+  // Adds the warp's j-th block of a chunk. `left`: columns from this lane's first to the row's end; past it the box holds the next
+  // row's columns and x whatever was there, either of which may be NaN.
+  static __device__ __forceinline__ void add_block(float (&acc)[4][4], const char* w_row, const char* x0_row, const char* x1_row,
+                                                   const int (&unit)[2], int j, int left) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int x_at = j * (kTeamWarps * kBlockK * 2) + half * 64;
+      Vec16 w = *reinterpret_cast<const Vec16*>(w_row + j * (kTeamWarps * kBlockBytes) + unit[half]);
+      Vec16 x0 = *reinterpret_cast<const Vec16*>(x0_row + x_at), x1{};
+      if (kBatchHalves > 1) x1 = *reinterpret_cast<const Vec16*>(x1_row + x_at);
+      if (left <= half * 32) w = x0 = x1 = Vec16{};
+      mma_k16(acc[2 * half], x0.x, x1.x, x0.y, x1.y, w.x, w.y);
+      mma_k16(acc[2 * half + 1], x0.z, x1.z, x0.w, x1.w, w.z, w.w);
+    }
+  }
+
   // A 16-byte unit of x.
   struct Place {
     int row, unit;

@@ -56,7 +56,6 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
       turns[i] = a.rope[static_cast<size_t>(position) * kHalf + i % kHalf];
       if (i % kHalf == 0) positions[i / kHalf] = position;
     }
-    if (kStreamX) crew.sync();
     Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.hidden, a.eps, crew, team, shared, scratch, policy);
   }
 

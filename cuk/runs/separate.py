@@ -21,7 +21,8 @@ from cuk.task import Task, ceil_div, pack_args
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
 MAX_STAGES = 64
-EVEN_EXTRA_BYTES = 3072
+TEAMS_FOR_ONE_ROUND = 3
+EVEN_EXTRA_BYTES = 1024
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -59,14 +60,15 @@ def footprint(
     task: Task, machine: Machine, *, index: int = 0, teams: int = 2, stages: int | None = None, ctas_per_sm: int = 2, prefetch: bool | int = True
 ) -> Footprint:
     """The footprint of a task's kernel, the index-th of its program: `stages` ring stages a team, or as many as leave room for
-    `ctas_per_sm` such CTAs on an SM. No more teams than an SM has tasks, and no more stages than a team's tasks fill.
+    `ctas_per_sm` such CTAs on an SM. A team for each task where an SM has up to three; no more stages than a team's tasks fill.
 
     With two CTAs an SM, kernels of even index take a little over half of the shared memory and those of odd index the rest. Two CTAs of an
     even kernel then never fit one SM, and beside one of them only one of an odd kernel does: every kernel of one CTA for each SM
     has exactly one there. With equal footprints a third of the SMs were seen to hold two CTAs of one kernel, and as many none.
 
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
-    teams = min(teams, ceil_div(task.num_tasks, machine.num_sms))
+    each_sm = ceil_div(task.num_tasks, machine.num_sms)
+    teams = each_sm if each_sm <= max(teams, TEAMS_FOR_ONE_ROUND) else teams
     useful = task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * teams)) if task.stage_bytes else 0
     limit = machine.smem_per_cta_bytes if ctas_per_sm == 1 else machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes
     at_least = 0

@@ -167,6 +167,7 @@ class AttentionDecode(Task):
 
 
 def choose_splits(outputs: int, context: int, head_dim: int) -> int:
-    """Ranges of the context for each of `outputs` (sequence, KV head) pairs: enough tasks for a large GPU, none under one stage."""
+    """Ranges of the context for each of `outputs` (sequence, KV head) pairs: one a stage up to eight, then one for four stages, as far
+    as a large GPU has SMs for them. Merging more costs more than reading up to four stages in turn."""
     stages = ceil_div(context, 4096 // head_dim)
-    return max(1, min(stages, ceil_div(TARGET_TASKS, outputs), 32))
+    return max(1, min(max(min(stages, 8), ceil_div(stages, 4)), ceil_div(TARGET_TASKS, outputs), 32))

@@ -25,9 +25,11 @@ class MatvecTask(Task):
     k: int
     norm: bool = False
     eps: float = 1e-5
-    chunk_k: int = 512
+    chunk_k: int = 0
 
     def __post_init__(self):
+        if self.chunk_k == 0:
+            object.__setattr__(self, "chunk_k", choose_chunk(self.batch, self.k))
         check_range("batch", self.batch, 1, MAX_BATCH, "a tensor-core tile has 16 rows")
         check_multiple("k", self.k, 8, "weight rows are read 16 bytes at a time")
         check_multiple("chunk_k", self.chunk_k, 256, "the four warps of a team take 64 columns each")
@@ -70,9 +72,8 @@ class MatvecTask(Task):
 
     @property
     def shared_bytes(self) -> int:
-        if self.stream_x:
-            return 0
-        return round_up(self.batch * (self.x_pitch + 4 * ceil_div(self.k, SEGMENT_K)), 128)
+        x = 0 if self.stream_x else round_up(self.batch * (self.x_pitch + 4 * ceil_div(self.k, SEGMENT_K)), 16)
+        return round_up(x + self.chunk_k * 2, 128)
 
     @property
     def scratch_bytes(self) -> int:
@@ -96,6 +97,12 @@ class MatvecTask(Task):
         scale = 1.0 / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.eps)
         x = x * widen(arrays["norm"])
         return (round_bf16(x) if rounded else x), scale
+
+
+def choose_chunk(batch: int, k: int) -> int:
+    """Columns of a ring stage: 1024 (16 KB, more independent work between two barriers) where a small x leaves room for three of them
+    and another team's in half an SM, else 512."""
+    return 1024 if k >= 1024 and batch * (round_up(k, 64) * 2 + PAD_BYTES) <= 9 * 1024 else 512
 
 
 def streams_x(batch: int, k: int) -> bool:
