@@ -54,11 +54,10 @@ struct Matvec {
 
   // Crew's shared memory: x [batch][x_pitch], then the sums of squares [batch][segments].
   static __device__ int x_pitch(int k) { return round_up(k, kBlockK) * 2 + kPadBytes; }
-  // A row of zeros as long as a stage's follows; behind it, at x_bytes, a task's own shared operands.
-  static __device__ int zeros_offset(int batch, int k) {
+  // Where a task's own shared operands may follow.
+  static __device__ int x_bytes(int batch, int k) {
     return kStreamX ? 0 : round_up(batch * (x_pitch(k) + 4 * ceil_div(k, kSegmentK)), 16);
   }
-  static __device__ int x_bytes(int batch, int k) { return zeros_offset(batch, k) + kChunkK * 2; }
 
   // ---- producer, one lane: a chunk of the tile's columns ----
   static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
@@ -141,8 +140,6 @@ struct Matvec {
   static __device__ void prepare_x(const bf16* x, const bf16* norm, int batch, int k, float eps, const Crew& crew,
                                    const Team& team, char* shared, char* scratch, Policy& policy) {
     static_assert(!(kNorm && kStreamX), "a streamed x is normalised by an op of its own");
-    for (int i = crew.thread * 16; i < kChunkK * 2; i += crew.num_threads * 16)
-      *reinterpret_cast<Vec16*>(shared + zeros_offset(batch, k) + i) = Vec16{};
     if constexpr (kStreamX) {
       policy.wait();
       crew.sync();
@@ -152,6 +149,12 @@ struct Matvec {
     }
   }
 
+  struct XOperand {
+    Vec16 v[2][kBatchHalves];  // the two halves of a block
+    bool active[2];
+    int high;  // bytes from row b to row b + 8
+  };
+
   // ---- team: the tile's sums. Returns y of (batch = thread / 8, tile row = thread % 8), for threads < 8 * kMaxBatch ----
   static __device__ float sums(RingConsumer& ring, const Team& team, int batch, int k, const char* shared, char* scratch,
                                int iteration) {
@@ -160,26 +163,27 @@ struct Matvec {
     const int tile_row = g / 2 + g % 2 * 4;
     const int unit[2] = {(t ^ tile_row) * 16, ((t + 4) ^ tile_row) * 16};
     const int w_offset = warp * kBlockBytes + tile_row * (kBlockK * 2);
-    // Rows past the batch read zeros, at the same offsets: no lane's load is conditional.
-    const char* zeros = shared + zeros_offset(batch, k) + warp * (kBlockK * 2) + t * 16;
     const int x_offset = (kStreamX ? kStageWeights : 0) + g * (kStreamX ? kXPitch : x_pitch(k)) + warp * (kBlockK * 2) + t * 16;
     const int high = 8 * (kStreamX ? kXPitch : x_pitch(k));
     float acc[4][4] = {};
+    // Lanes of rows past the batch hold zeros throughout: their loads are off, and a quarter-warp of them costs no bank cycle.
+    XOperand x{};
+    x.active[0] = g < batch;
+    x.active[1] = g + 8 < batch;
+    x.high = high;
     const int chunks = num_chunks(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const char* stage = ring.wait();
       const char* w_row = stage + w_offset;
       const char* x_row = (kStreamX ? stage : shared + chunk * (kChunkK * 2)) + x_offset;
-      const char* x0_row = g < batch ? x_row : zeros;
-      const char* x1_row = kBatchHalves > 1 && g + 8 < batch ? x_row + high : zeros;
       if ((chunk + 1) * kChunkK <= k) {
 #pragma unroll
-        for (int j = 0; j < kBlocksPerWarp; ++j) add_block(acc, w_row, x0_row, x1_row, unit, j, kBlockK);
+        for (int j = 0; j < kBlocksPerWarp; ++j) add_block(acc, w_row, x_row, x, unit, j, kBlockK);
       } else {
 #pragma unroll 1
         for (int j = 0; j < kBlocksPerWarp; ++j)
-          add_block(acc, w_row, x0_row, x1_row, unit, j, k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8);
+          add_block(acc, w_row, x_row, x, unit, j, k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8);
       }
       ring.release(lane);
     }
@@ -207,17 +211,23 @@ struct Matvec {
  private:
   // Adds the warp's j-th block of a chunk. `left`: columns from this lane's first to the row's end; past it the box holds the next
   // row's columns and x whatever was there, either of which may be NaN.
-  static __device__ __forceinline__ void add_block(float (&acc)[4][4], const char* w_row, const char* x0_row, const char* x1_row,
+  static __device__ __forceinline__ void add_block(float (&acc)[4][4], const char* w_row, const char* x_row, XOperand& x,
                                                    const int (&unit)[2], int j, int left) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int x_at = j * (kTeamWarps * kBlockK * 2) + half * 64;
+      Vec16(&v)[kBatchHalves] = x.v[half];
       Vec16 w = *reinterpret_cast<const Vec16*>(w_row + j * (kTeamWarps * kBlockBytes) + unit[half]);
-      Vec16 x0 = *reinterpret_cast<const Vec16*>(x0_row + x_at), x1{};
-      if (kBatchHalves > 1) x1 = *reinterpret_cast<const Vec16*>(x1_row + x_at);
-      if (left <= half * 32) w = x0 = x1 = Vec16{};
-      mma_k16(acc[2 * half], x0.x, x1.x, x0.y, x1.y, w.x, w.y);
-      mma_k16(acc[2 * half + 1], x0.z, x1.z, x0.w, x1.w, w.z, w.w);
+      const bool inside = left > half * 32;
+#pragma unroll
+      for (int h = 0; h < kBatchHalves; ++h) {
+        if (!inside) v[h] = Vec16{};
+        load_shared_if(v[h], x_row + h * x.high + j * (kTeamWarps * kBlockK * 2) + half * 64, inside && x.active[h]);
+      }
+      if (!inside) w = Vec16{};
+      constexpr int kHigh = kBatchHalves - 1;
+      const u32 high[4] = {kHigh ? v[kHigh].x : 0u, kHigh ? v[kHigh].y : 0u, kHigh ? v[kHigh].z : 0u, kHigh ? v[kHigh].w : 0u};
+      mma_k16(acc[2 * half], v[0].x, high[0], v[0].y, high[1], w.x, w.y);
+      mma_k16(acc[2 * half + 1], v[0].z, high[2], v[0].w, high[3], w.z, w.w);
     }
   }
 

@@ -73,7 +73,7 @@ class AttentionDecode(Task):
     @property
     def max_registers(self) -> int:
         """What the body needs without spilling: its outputs and operands alone take 60 or 90."""
-        return 128
+        return 104 if self.head_dim == 64 else 128
 
     @property
     def scratch_bytes(self) -> int:

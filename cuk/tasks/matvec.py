@@ -60,7 +60,7 @@ class MatvecTask(Task):
 
     @property
     def max_registers(self) -> int:
-        return 80 if self.batch_halves == 1 else 96
+        return 72 if self.batch_halves == 1 else 96
 
     def weight_map(self, rows: int, halves: int = 1, heads: int = 1) -> dict[str, TensorMap]:
         """w [heads * halves * rows, k] as core/matvec.cuh reads it: (64 columns, rows, halves, blocks of 64 columns, heads). The last
@@ -72,8 +72,9 @@ class MatvecTask(Task):
 
     @property
     def shared_bytes(self) -> int:
-        x = 0 if self.stream_x else round_up(self.batch * (self.x_pitch + 4 * ceil_div(self.k, SEGMENT_K)), 16)
-        return round_up(x + self.chunk_k * 2, 128)
+        if self.stream_x:
+            return 0
+        return round_up(self.batch * (self.x_pitch + 4 * ceil_div(self.k, SEGMENT_K)), 128)
 
     @property
     def scratch_bytes(self) -> int:
