@@ -1,0 +1,100 @@
+"""The protocol of measuring, with a made-up clock: order, statistics, refusals, rows."""
+
+import numpy as np
+import pytest
+
+from cuk import bench
+from cuk.programs import chain
+
+
+class Fake:
+    correct_by_claim = True
+
+    def __init__(self, us, checked="reference"):
+        self.us, self.checked, self.calls, self.settings, self.resources = us, checked, 0, {}, {}
+
+    def __call__(self):
+        self.calls += 1
+
+
+def timer(call, inner):
+    return call.us * (1 + 0.01 * np.sin(call.calls)) + 0 * inner if not call() else 0
+
+
+FLOOR = bench.Floor(4.2e12, 4.1e12, 4.3e12, "plain", ())
+
+
+def measure(**runs):
+    return bench.interleave(runs, baseline="graph", repeats=20, inner=2, timer=timer)
+
+
+def test_every_variant_is_sampled_in_every_round():
+    m = measure(graph=Fake(10.0), pdl=Fake(8.0))
+    assert {name: len(s) for name, s in m.samples.items()} == {"graph": 20, "pdl": 20}
+
+
+def test_ratio_and_its_interval():
+    value, low, high = measure(graph=Fake(10.0), pdl=Fake(8.0)).ratio("pdl")
+    assert low <= value <= high
+    assert abs(value - 0.8) < 0.02 and high - low < 0.05  # the made-up clock strays by 1%
+
+
+def test_order_is_drawn_anew():
+    order = []
+    runs = {name: Fake(1.0) for name in "abcd"}
+    bench.interleave(runs, repeats=10, inner=1, timer=timer, progress=order.append)
+    rounds = {tuple(order[i : i + 4]) for i in range(0, 40, 4)}
+    assert len(rounds) > 1 and all(sorted(r) == list("abcd") for r in rounds)
+
+
+def test_an_unchecked_run_is_refused():
+    with pytest.raises(ValueError, match="'pdl' has not been checked"):
+        measure(graph=Fake(10.0), pdl=Fake(8.0, checked=None))
+
+
+def test_a_run_known_to_be_relaxed_is_timed_unchecked():
+    relaxed = Fake(8.0, checked=None)
+    relaxed.correct_by_claim = False
+    measure(graph=Fake(10.0), relaxed=relaxed)
+
+
+@pytest.mark.parametrize("bad", [{"repeats": 0}, {"inner": 0}])
+def test_bad_counts_are_named(bad):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        bench.interleave({"graph": Fake(1.0)}, timer=timer, **bad)
+
+
+def test_rows_carry_the_floor_and_say_what_is_invalid():
+    program = chain([(64, 64)])
+    table = bench.Table("s")
+    table.add(measure(graph=Fake(10.0), rival=Fake(30.0)), floor=FLOOR, program=program, expected_us={"rival": 20.0}, batch=1, context=0)
+    graph, rival = table.rows
+    assert graph["floor_us"] == pytest.approx(program.min_bytes / 4.2e12 * 1e6)
+    assert graph["ratio_to_floor"] == pytest.approx(graph["median_us"] / graph["floor_us"])
+    assert graph["invalid"] is None and "1.1 times" in rival["invalid"]
+    assert "graph" in repr(table)
+
+
+def test_a_slow_probe_makes_rows_invalid():
+    slow = bench.Floor(3.9e12, 3.8e12, 4.0e12, "plain", (), why_invalid="the probe read 3.90 TB/s, under 4.1")
+    table = bench.Table("s")
+    table.add(measure(graph=Fake(10.0)), floor=slow, program=chain([(64, 64)]))
+    assert "3.90 TB/s" in table.rows[0]["invalid"]
+
+
+def test_saving_replaces_rows_of_the_same_settings_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "environment", lambda: {"machine": "m", "driver": "d", "cuda": "c", "cupy": "p", "commit": None})
+    program = chain([(64, 64)])
+    for us, context in ((10.0, 0), (20.0, 0), (30.0, 7)):
+        table = bench.Table("s")
+        table.add(measure(graph=Fake(us)), floor=FLOOR, program=program, context=context)
+        table.save(tmp_path / "s.json")
+    rows = bench.load_record(tmp_path / "s.json")["rows"]
+    assert sorted(round(row["median_us"]) for row in rows) == [20, 30]
+
+
+@pytest.mark.parametrize("reader", bench.PROBES)
+def test_probes_compile_without_spills(reader):
+    from cuk.compile import compile
+
+    assert compile(bench._probe_source(reader[0], reader[1]), name="cuk_probe_read").resources.spill_bytes == 0

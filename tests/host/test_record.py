@@ -1,0 +1,72 @@
+"""Records: whole or absent, validated, and merged by what tells rows apart."""
+
+import json
+import os
+
+import pytest
+
+from cuk import record
+
+GOOD = {
+    "study": "s", "machine": "h200", "driver": "1", "cuda": "13.0", "cupy": "14.2", "commit": None, "source_sha256": "0", "date": "d", "settings": {},
+    "rows": [{"program": "p", "run": "graph", "settings": {}, "median_us": 1.0, "iqr_us": 0.1, "floor_us": 1.0, "ratio_to_floor": 1.0, "checked": "reference"}],
+}  # fmt: skip
+
+
+def test_a_record_round_trips(tmp_path):
+    path = tmp_path / "deep" / "s.json"
+    record.write_record(path, GOOD)
+    assert record.load_record(path) == GOOD
+    assert os.listdir(path.parent) == ["s.json"]
+
+
+def test_a_killed_write_leaves_the_old_record_whole(tmp_path, monkeypatch):
+    path = tmp_path / "s.json"
+    record.write_record(path, GOOD)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        record.write_record(path, {**GOOD, "study": "other"})
+    assert record.load_record(path) == GOOD
+    assert os.listdir(tmp_path) == ["s.json"]
+
+
+@pytest.mark.parametrize("missing", ["rows", "machine", "source_sha256"])
+def test_a_missing_field_is_named(tmp_path, missing):
+    broken = {k: v for k, v in GOOD.items() if k != missing}
+    with pytest.raises(ValueError, match=f"field '{missing}' is missing"):
+        record.write_record(tmp_path / "s.json", broken)
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_row_without_its_median_is_named(tmp_path):
+    rows = [{k: v for k, v in GOOD["rows"][0].items() if k != "median_us"}]
+    with pytest.raises(ValueError, match=r"rows\[0\] has no field 'median_us'"):
+        record.validate({**GOOD, "rows": rows})
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path):
+    (tmp_path / "s.json").write_text("{")
+    with pytest.raises(ValueError, match=r"s\.json: not JSON"):
+        record.load_record(tmp_path / "s.json")
+
+
+def test_the_source_hash_sees_an_edit(tmp_path, monkeypatch):
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "a.cuh").write_text("1")
+    monkeypatch.setattr(record, "cuda_src", lambda: tmp_path)
+    before = record.source_sha256()
+    assert before == record.source_sha256()
+    (tmp_path / "core" / "a.cuh").write_text("2")
+    assert record.source_sha256() != before
+
+
+def test_records_in_the_repository_are_valid():
+    from cuk.bench import results_dir
+
+    for path in results_dir().rglob("*.json"):
+        assert json.loads(path.read_text())
+        record.load_record(path)
