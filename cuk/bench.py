@@ -230,7 +230,14 @@ class Table:
 
     def record(self) -> dict[str, Any]:
         """The record of these rows (the schema of docs/design.md)."""
-        return {"study": self.study, **environment(), "source_sha256": source_sha256(), "date": now(), "settings": self.settings, "rows": self.rows}
+        return {
+            "study": self.study,
+            **environment(),
+            "source_sha256": source_sha256(),
+            "date": now(),
+            "settings": self.settings,
+            "rows": self.rows,
+        }
 
     def save(self, path: str | Path | None = None) -> Path:
         """Writes the record, by default studies/results/<machine>/<study>.json. Rows there of other settings stay."""
@@ -273,16 +280,21 @@ class Table:
     def __repr__(self) -> str:
         lines = [f"{self.study}: {len(self.rows)} rows"]
         for row in self.rows:
-            lines.append(f"  {row['program']:14s} {row['run']:16s} {row['median_us']:9.1f} us  {row['ratio_to_floor']:6.3f} x floor  {_settings(row['settings'])}")
+            lines.append(
+                f"  {row['program']:14s} {row['run']:16s} {row['median_us']:9.1f} us  {row['ratio_to_floor']:6.3f} x floor  {_settings(row['settings'])}"
+            )
         return "\n".join(lines)
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
     """What tells two rows of a study apart: program, run, and the settings but for those that only describe."""
-    return row["program"], row["run"], tuple(sorted((k, str(v)) for k, v in row["settings"].items() if k in ("batch", "context", "variant")))
+    return (
+        row["program"],
+        row["run"],
+        tuple(sorted((k, str(v)) for k, v in row["settings"].items() if k in ("batch", "context", "variant"))),
+    )
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
     shown = {k: v for k, v in settings.items() if v is not None and k not in ("teams", "ctas_per_sm", "stages", "trigger", "prefetch")}
     return ", ".join(f"{k}={v}" for k, v in shown.items())
-

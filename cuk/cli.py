@@ -36,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, epilog=EXAMPLES[name], formatter_class=argparse.RawDescriptionHelpFormatter)
+        made = commands.add_parser(
+            name, help=text, description=text, epilog=EXAMPLES[name], formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         made.add_argument("--json", action="store_true", help="print JSON instead of tables")
         return made
 
@@ -44,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("program", metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}")
     c.add_argument("--batch", type=int, default=1, help="sequences, 1 to 16 (default 1)")
     c.add_argument("--context", type=int, default=1024, help="tokens already in the KV cache (default 1024)")
-    c.add_argument("--runs", default=",".join(RUNS), help=f"comma-separated, of {', '.join(r for r in KNOWN_RUNS if r != 'reference')} (default %(default)s)")
+    c.add_argument(
+        "--runs",
+        default=",".join(RUNS),
+        help=f"comma-separated, of {', '.join(r for r in KNOWN_RUNS if r != 'reference')} (default %(default)s)",
+    )
     c.add_argument("--rivals", default="", help=f"comma-separated, of {', '.join(RIVALS)} (default none)")
     c.add_argument("--repeats", type=int, default=20, help="rounds of interleaved timing (default 20)")
     c.add_argument("--seed", type=int, default=0, help="of the random weights and of the order (default 0)")
@@ -114,15 +120,36 @@ def _print_sizes(program: Program, given: argparse.Namespace) -> int:
     from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{program.name}: computed for the stored machine {given.machine}; NOTHING WAS MEASURED", title_justify="left", header_style="bold")
+    table = Table(
+        title=f"{program.name}: computed for the stored machine {given.machine}; NOTHING WAS MEASURED",
+        title_justify="left",
+        header_style="bold",
+    )
     for title in ("op (not measured)", "count", "tasks each", "MB a step", "GFLOP a step", "floor us (computed)"):
         table.add_column(title, justify="left" if title.startswith("op") else "right")
     for row in sizes["ops"]:
-        table.add_row(row["op"], str(row["count"]), str(row["tasks"]), f"{row['bytes'] / 1e6:.2f}", f"{row['flops'] / 1e9:.3f}", f"{row['floor_us']:.2f}")
+        table.add_row(
+            row["op"],
+            str(row["count"]),
+            str(row["tasks"]),
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['flops'] / 1e9:.3f}",
+            f"{row['floor_us']:.2f}",
+        )
     total = sum(row["floor_us"] for row in sizes["ops"])
-    table.add_row("whole step", str(len(program.ops)), "", f"{program.min_bytes / 1e6:.2f}", f"{program.flops / 1e9:.3f}", f"{total:.2f}", style="bold")
+    table.add_row(
+        "whole step",
+        str(len(program.ops)),
+        "",
+        f"{program.min_bytes / 1e6:.2f}",
+        f"{program.flops / 1e9:.3f}",
+        f"{total:.2f}",
+        style="bold",
+    )
     console.print(table)
-    console.print(f"not measured: floors are bytes over {sizes['read_bytes_per_s'] / 1e12:.2f} TB/s, the {given.machine}'s stored read bandwidth")
+    console.print(
+        f"not measured: floors are bytes over {sizes['read_bytes_per_s'] / 1e12:.2f} TB/s, the {given.machine}'s stored read bandwidth"
+    )
     console.print(
         f"not measured: a scaled-down model ran through the NumPy reference here; rounding every result as it is stored moves its logits by "
         f"{sizes['reference_difference']:.2%} of their RMS"

@@ -40,7 +40,9 @@ def compare(
     a note, not an error. Every run is checked first: `stream` op by op against the NumPy reference at full size, the others bit by bit
     against it. Raises RuntimeError without a GPU (see `size_up`)."""
     if not has_gpu():
-        raise RuntimeError("no GPU (or no CuPy): nothing can be timed here; cuk.compare.size_up sizes the program up instead, `cuk doctor` says what is missing")
+        raise RuntimeError(
+            "no GPU (or no CuPy): nothing can be timed here; cuk.compare.size_up sizes the program up instead, `cuk doctor` says what is missing"
+        )
     unknown = sorted(set(rivals) - set(RIVALS))
     if unknown:
         raise ValueError(f"unknown rival {', '.join(unknown)}: known ones are {', '.join(RIVALS)}")
@@ -77,8 +79,12 @@ def compare(
     measurement = interleave(timed, baseline=baseline, repeats=repeats, inner=inner, seed=seed)
     table = Table(study, baseline)
     meta = program.meta
-    expected = EXPECTED_US.get(f"{meta.get('model')}, {meta.get('batch')}, {meta.get('context')}") if floor.read_bytes_per_s > 4e12 else None
-    table.add(measurement, floor=floor, program=program, expected_us=expected, notes=notes, batch=meta.get("batch"), context=meta.get("context"))
+    expected = (
+        EXPECTED_US.get(f"{meta.get('model')}, {meta.get('batch')}, {meta.get('context')}") if floor.read_bytes_per_s > 4e12 else None
+    )
+    table.add(
+        measurement, floor=floor, program=program, expected_us=expected, notes=notes, batch=meta.get("batch"), context=meta.get("context")
+    )
     table.settings["rivals_failed"] = failed
     return table
 

@@ -86,7 +86,9 @@ class Launch:
         self._pack(driver, args)
         attributes = []
         if programmatic:
-            attributes.append(self._attribute("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed"))
+            attributes.append(
+                self._attribute("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed")
+            )
         if cooperative:
             attributes.append(self._attribute("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "cooperative"))
         if self.cluster:
@@ -120,7 +122,9 @@ class Launch:
             raise LaunchError(f"{self}: {_explain(status)}")
 
     def __repr__(self) -> str:
-        return f"<Launch {self.name} grid={self.grid} block={self.block} smem={self.smem_bytes}{' programmatic' if self.programmatic else ''}>"
+        return (
+            f"<Launch {self.name} grid={self.grid} block={self.block} smem={self.smem_bytes}{' programmatic' if self.programmatic else ''}>"
+        )
 
     # ---- built once ----
     def _attribute(self, identity: str, member: str) -> Any:

@@ -131,7 +131,9 @@ class Program:
         given = {key: View(v) if isinstance(v, Buffer) else v for key, v in views.items()}
         for key, operand in task.operands.items():
             if key not in given and operand.role == "scratch":
-                buffer = self.buffers.get(f"{kind}.{key}") or self.buffer(f"{kind}.{key}", operand.shape, operand.dtype, "scratch", Init("zero"))
+                buffer = self.buffers.get(f"{kind}.{key}") or self.buffer(
+                    f"{kind}.{key}", operand.shape, operand.dtype, "scratch", Init("zero")
+                )
                 given[key] = View(buffer)
             if key not in given:
                 raise ValueError(f"op {name!r}: operand {key!r} is missing; {type(task).__name__} takes {', '.join(task.operands)}")
@@ -176,7 +178,9 @@ class Program:
             before = set()
             for j in range(i):
                 theirs_written, theirs_touched = self.ops[j].accesses("out", "inout"), self.ops[j].accesses("in", "out", "inout")
-                if any(a.overlaps(b) for a in touched for b in theirs_written) or any(a.overlaps(b) for a in written for b in theirs_touched):
+                if any(a.overlaps(b) for a in touched for b in theirs_written) or any(
+                    a.overlaps(b) for a in written for b in theirs_touched
+                ):
                     before.add(j)
             result.append(before)
         return result

@@ -106,7 +106,17 @@ def _torch(program: Program, buffers: Mapping[str, Any], name: str, mode: str | 
     def step():
         x = F.embedding(tokens, t["w_embed"])
         for i in range(layers):
-            x = layer(x, t["norm_attn"][i], t["w_qkv"][i], t["w_o"][i], t["norm_mlp"][i], t["w_gate_up"][i], t["w_down"][i], k_cache[i], v_cache[i])
+            x = layer(
+                x,
+                t["norm_attn"][i],
+                t["w_qkv"][i],
+                t["w_o"][i],
+                t["norm_mlp"][i],
+                t["w_gate_up"][i],
+                t["w_down"][i],
+                k_cache[i],
+                v_cache[i],
+            )
         logits = head(x, t["norm_final"], head_weight)
         return logits, logits.argmax(dim=-1)
 
@@ -132,7 +142,14 @@ def cublas(program: Program, buffers: Mapping[str, Any]) -> Rival:
     import cupy
     from cupy_backends.cuda.libs import cublas as lib
 
-    transpose, keep_order, bf16, fp32, compute_fp32, tensor_op = 1, 0, 14, 0, 68, 99  # cublasOperation_t, cudaDataType, cublasComputeType_t, …
+    transpose, keep_order, bf16, fp32, compute_fp32, tensor_op = (
+        1,
+        0,
+        14,
+        0,
+        68,
+        99,
+    )  # cublasOperation_t, cudaDataType, cublasComputeType_t, …
     one, zero = (ctypes.c_float(value) for value in (1.0, 0.0))
     products = [(op.task, op.views) for op in program.ops if hasattr(op.task, "weight_map")]
     widest = max(view.shape[0] for _, views in products for key, view in views.items() if key == "w")
@@ -160,4 +177,8 @@ def cublas(program: Program, buffers: Mapping[str, Any]) -> Rival:
     return rival
 
 
-RIVALS: dict[str, Callable[[Program, Mapping[str, Any]], Rival]] = {"torch_graph": torch_graph, "torch_compile": torch_compile, "cublas": cublas}
+RIVALS: dict[str, Callable[[Program, Mapping[str, Any]], Rival]] = {
+    "torch_graph": torch_graph,
+    "torch_compile": torch_compile,
+    "cublas": cublas,
+}

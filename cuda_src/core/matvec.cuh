@@ -19,9 +19,9 @@
 
 namespace cuk {
 
-constexpr int kTileRows = 8;       // weight rows of one tile
-constexpr int kBlockK = 64;        // columns that a warp takes at a time
-constexpr int kSegmentK = 256;     // columns whose squares one warp sums while it stages x
+constexpr int kTileRows = 8;    // weight rows of one tile
+constexpr int kBlockK = 64;     // columns that a warp takes at a time
+constexpr int kSegmentK = 256;  // columns whose squares one warp sums while it stages x
 constexpr int kPadBytes = 64;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -21,9 +21,7 @@ static_assert(sizeof(bf16) == 2 && sizeof(Vec16) == 16, "storage types must have
 constexpr int kWarpSize = 32;
 constexpr u32 kFullMask = 0xffffffffu;
 
-__device__ __forceinline__ u32 smem_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
+__device__ __forceinline__ u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // ---- bfloat16 ----
 
@@ -90,17 +88,14 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
 }
 
 // True once the phase of the given parity has completed; may suspend the thread for a short while first.
@@ -155,11 +150,10 @@ __device__ __forceinline__ u64 evict_first_policy() {
 
 // Global to shared, `bytes` a multiple of 16, both addresses 16-byte aligned; completes on `barrier`.
 __device__ __forceinline__ void bulk_load(void* destination, const void* source, u32 bytes, u64* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          smem_address(destination)),
-      "l"(source), "r"(bytes), "r"(smem_address(barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_address(destination)),
+               "l"(source), "r"(bytes), "r"(smem_address(barrier))
+               : "memory");
 }
 
 // A tensor map as the driver encodes it (cuTensorMapEncodeTiled): opaque.
@@ -208,10 +202,9 @@ __device__ __forceinline__ void mma_k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u
 
 // The same with k = 8: a0 (row g) and a1 (row g + 8) hold columns 2t, 2t+1; b0 holds rows 2t, 2t+1 of column g.
 __device__ __forceinline__ void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(b0));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b0));
 }
 
 }  // namespace cuk

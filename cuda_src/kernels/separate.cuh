@@ -108,7 +108,8 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   const int ring_bytes = launch.num_stages * launch.stage_bytes;
   char* shared = smem + kTeams * ring_bytes;
   char* scratch = shared + launch.shared_bytes + index * launch.scratch_bytes;
-  u64* barriers = reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
+  u64* barriers =
+      reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
   const Ring ring{smem + index * ring_bytes, barriers, barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
   if (!is_consumer && thread % kWarpSize == 0) {
     Ring(ring).init(kTeamWarps);

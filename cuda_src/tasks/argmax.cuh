@@ -13,16 +13,15 @@ struct Argmax : Ringless {
 
   struct Args {
     const float* logits;
-    float* best;       // [batch, segments]
-    int* best_index;   // [batch, segments]
-    u32* arrivals;     // [batch]
+    float* best;      // [batch, segments]
+    int* best_index;  // [batch, segments]
+    u32* arrivals;    // [batch]
     int* next;
     int vocab, segments;
   };
 
   template <class Policy>
-  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch,
-                                 int, Policy&) {
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch, int, Policy&) {
     const int row = task / a.segments, first = task % a.segments * kSegment;
     const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
     const int end = min(first + kSegment, a.vocab);

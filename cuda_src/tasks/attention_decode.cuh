@@ -33,9 +33,9 @@ struct AttentionDecode {
   struct Args {
     const bf16 *q, *k_cache, *v_cache;
     const int* positions;
-    float* partial;     // [batch, kv_heads, head_blocks, splits, heads_per_task, kHeadDim]
+    float* partial;      // [batch, kv_heads, head_blocks, splits, heads_per_task, kHeadDim]
     float2* partial_ml;  // [batch, kv_heads, head_blocks, splits, heads_per_task]: running maximum and sum
-    u32* arrivals;      // [batch, kv_heads, head_blocks]
+    u32* arrivals;       // [batch, kv_heads, head_blocks]
     bf16* out;
     int kv_heads, group, heads_per_task, capacity, splits;
     float scale_log2;  // log2(e) / sqrt(kHeadDim)
@@ -43,10 +43,10 @@ struct AttentionDecode {
 
   // Stages of the old context go to the splits in equal runs, the last ones getting less.
   struct Tile {
-    int task, split, output;   // output: of [batch, kv_heads, head_blocks]
-    int num_heads, query;      // query: the first element of its heads in q and out
-    int position, first, last; // of the stages
-    size_t cache;              // the first element of its KV head in the caches
+    int task, split, output;    // output: of [batch, kv_heads, head_blocks]
+    int num_heads, query;       // query: the first element of its heads in q and out
+    int position, first, last;  // of the stages
+    size_t cache;               // the first element of its KV head in the caches
   };
   static __device__ Tile tile(const Args& a, int task) {
     Tile w;
@@ -101,7 +101,8 @@ struct AttentionDecode {
   // Folds kOctets octets of positions into the state. k_row: this lane's K row of the first octet (position lane / 4), at column 8 t;
   // v_row: its first V row (positions 2 t and 2 t + 1), at column 8 g. Position e of this lane's in octet o counts where
   // offset + 2 * o + e < left.
-  static __device__ void fold(State& s, float scale_log2, int lane, const char* k_row, const char* v_row, int offset, int left) {
+  static __device__ void fold(State& s, float scale_log2, int lane, const char* k_row, const char* v_row, int offset,
+                              int left) {
     constexpr int kCount = kOctets;
     const auto valid = [=](int o, int e) { return offset + 2 * o + e < left; };
     float score[kCount][2];
@@ -131,7 +132,8 @@ struct AttentionDecode {
     const float keep = exp2_approx(s.maximum - base);
     s.maximum = maximum;
     s.sum *= keep;
-    const float keep_even = __shfl_sync(kFullMask, keep, lane % 4 * 8), keep_odd = __shfl_sync(kFullMask, keep, lane % 4 * 8 + 4);
+    const float keep_even = __shfl_sync(kFullMask, keep, lane % 4 * 8),
+                keep_odd = __shfl_sync(kFullMask, keep, lane % 4 * 8 + 4);
 #pragma unroll
     for (int m = 0; m < kWidths * 4; ++m) {
       s.out[m][0] *= keep_even;
@@ -151,7 +153,7 @@ struct AttentionDecode {
         Vec16 v0{}, v1{};
         if (valid(o, 0)) v0 = *reinterpret_cast<const Vec16*>(v);
         if (valid(o, 1)) v1 = *reinterpret_cast<const Vec16*>(v + kRowBytes);
-        float(*out)[4] = s.out + width * 4;
+        float (*out)[4] = s.out + width * 4;
         mma_k8(out[0], pack_low(v0.x, v1.x), pack_high(v0.x, v1.x), weights);
         mma_k8(out[1], pack_low(v0.y, v1.y), pack_high(v0.y, v1.y), weights);
         mma_k8(out[2], pack_low(v0.z, v1.z), pack_high(v0.z, v1.z), weights);

@@ -16,8 +16,7 @@ struct Embed : Ringless {
   };
 
   template <class Policy>
-  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char*,
-                                 int, Policy& policy) {
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char*, int, Policy& policy) {
     const bf16* row = a.table + static_cast<size_t>(a.tokens[task]) * a.hidden;
     policy.wait();
     bf16* x = a.x + static_cast<size_t>(task) * a.hidden;

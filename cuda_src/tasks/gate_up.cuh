@@ -21,9 +21,7 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
   };
 
   static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.k); }
-  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
-    return Base::chunk_bytes(a.batch, a.k, chunk);
-  }
+  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) { return Base::chunk_bytes(a.batch, a.k, chunk); }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
     Base::load_weights(filling, a.w, task * 4, 0, chunk);
   }

@@ -25,17 +25,13 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
     float eps;
   };
 
-  static __device__ int dim(int task, int row) {
-    return task % kTilesPerHead * 4 + row % 4 + row / 4 * (kHeadDim / 2);
-  }
+  static __device__ int dim(int task, int row) { return task % kTilesPerHead * 4 + row % 4 + row / 4 * (kHeadDim / 2); }
   // Shared memory after x: rows of the rope table [batch, kHeadDim / 2], positions [batch].
   static __device__ int* positions_in(const Args& a, char* shared) {
     return reinterpret_cast<int*>(shared + Base::x_bytes(a.batch, a.hidden) + a.batch * kHeadDim * 4);
   }
   static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.hidden); }
-  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) {
-    return Base::chunk_bytes(a.batch, a.hidden, chunk);
-  }
+  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) { return Base::chunk_bytes(a.batch, a.hidden, chunk); }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
     Base::load_weights(filling, a.w, task % kTilesPerHead * 4, task / kTilesPerHead, chunk);
   }
@@ -71,7 +67,8 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
     const float pair = __shfl_xor_sync(kFullMask, y, 4);
     if (b >= a.batch) return;
     const int position = positions_in(a, shared)[b];
-    const float2 turn = reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.hidden))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];
+    const float2 turn =
+        reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.hidden))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];
     if (rotated) y = fmaf(y, turn.x, row < 4 ? -(pair * turn.y) : pair * turn.y);
     if (head < a.heads) {
       a.q[(static_cast<size_t>(b) * a.heads + head) * kHeadDim + d] = to_bf16(y);

@@ -19,8 +19,7 @@ struct RmsNorm : Ringless {
 
   // Scratch: the sums of squares [segments].
   template <class Policy>
-  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch,
-                                 int, Policy&) {
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch, int, Policy&) {
     const bf16* x = a.x + static_cast<size_t>(task) * a.k;
     float* squares = reinterpret_cast<float*>(scratch);
     const int segments = ceil_div(a.k, kSegmentK);

@@ -18,9 +18,7 @@ def chain(shapes: Sequence[tuple[int, int]], *, batch: int = 1, layers: int = 1)
     if not shapes:
         raise ValueError("shapes is empty: give at least one (n, k)")
     program = Program("chain", {"shapes": [list(s) for s in shapes], "batch": batch, "layers": layers, "context": 0})
-    slabs = [
-        program.buffer(f"w{i}", (layers, n, k), "bfloat16", "weight", Init("normal", std=k**-0.5)) for i, (n, k) in enumerate(shapes)
-    ]
+    slabs = [program.buffer(f"w{i}", (layers, n, k), "bfloat16", "weight", Init("normal", std=k**-0.5)) for i, (n, k) in enumerate(shapes)]
     k0 = shapes[0][1]
     source = program.buffer("x", (batch, k0), "bfloat16", "index", Init("normal"))
     for layer in range(layers):

@@ -49,7 +49,9 @@ class Config:
         required = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"}
         missing, unknown = sorted(required - set(given)), sorted(set(given) - known)
         if missing or unknown:
-            raise ValueError(f"llama config: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; known fields are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"llama config: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; known fields are {', '.join(sorted(known))}"
+            )
         return cls(**given)
 
 
@@ -152,7 +154,15 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
         p.op("attention", attention, f"{at}.attention", q=q, k_cache=k_cache[i], v_cache=v_cache[i], positions=positions, out=attn)
         p.op("o_proj", Linear(batch=batch, k=heads * hd, n=hidden, residual=True), f"{at}.o_proj", x=attn, w=w_o[i], residual=x, y=x_mid)
         projection("gate_up", f"{at}.gate_up", GateUp(**sizes, n=c.intermediate_size), x_mid, norm_mlp[i], w=w_gate_up[i], y=act)
-        p.op("down", Linear(batch=batch, k=c.intermediate_size, n=hidden, residual=True), f"{at}.down", x=act, w=w_down[i], residual=x_mid, y=x)
+        p.op(
+            "down",
+            Linear(batch=batch, k=c.intermediate_size, n=hidden, residual=True),
+            f"{at}.down",
+            x=act,
+            w=w_down[i],
+            residual=x_mid,
+            y=x,
+        )
     projection("lm_head", "lm_head", Linear(**sizes, n=c.vocab_size, out="float32"), x, View(norm_final), w=w_lm_head, y=logits)
     p.op("argmax", Argmax(batch=batch, vocab=c.vocab_size), logits=logits, next=next_tokens)
     return p

@@ -14,7 +14,9 @@ from cuk.runs.separate import GraphRun, PdlRun, StreamRun
 RUNS: dict[str, type[Run]] = {"reference": ReferenceRun, "stream": StreamRun, "graph": GraphRun, "pdl": PdlRun}
 
 
-def build(program: Program, run: str, *, buffers: Mapping[str, Any] | None = None, seed: int = 0, device: int | None = None, **switches: Any) -> Run:
+def build(
+    program: Program, run: str, *, buffers: Mapping[str, Any] | None = None, seed: int = 0, device: int | None = None, **switches: Any
+) -> Run:
     """A Run of `program`: call it to enqueue one step on the current CuPy stream.
 
     run: a name of RUNS. buffers: another run's buffers, whose weights and inputs are shared and whose caches are copied; without

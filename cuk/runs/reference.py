@@ -25,7 +25,9 @@ def execute(program: Program, arrays: dict[str, Any], *, exact: bool, progress: 
                     arrays[buffer.name] = widen(arrays[buffer.name])
                 op.views[key].of(arrays)[...] = value
             else:
-                op.views[key].of(arrays)[...] = np.asarray(value).astype(np.float32 if buffer.dtype == "bfloat16" else numpy_dtype(buffer.dtype))
+                op.views[key].of(arrays)[...] = np.asarray(value).astype(
+                    np.float32 if buffer.dtype == "bfloat16" else numpy_dtype(buffer.dtype)
+                )
         if progress:
             progress(op)
 

@@ -4,15 +4,16 @@ let each kernel start early and fill its ring before it waits."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cuk.machine import Machine
 from cuk.compile import Cubin, compile
 from cuk.launch import Launch, capture, encode_tensor_map
+from cuk.machine import Machine
 from cuk.program import Op, Program, View
 from cuk.runs.base import Run
 from cuk.runs.memory import gpu_buffers
@@ -20,6 +21,7 @@ from cuk.task import Task, ceil_div, pack_args
 
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
+REGISTERS_PER_SM = 65_536
 MAX_STAGES = 64
 TEAMS_FOR_ONE_ROUND = 3
 EVEN_EXTRA_BYTES = 1024
@@ -57,7 +59,14 @@ class Footprint:
 
 
 def footprint(
-    task: Task, machine: Machine, *, index: int = 0, teams: int = 2, stages: int | None = None, ctas_per_sm: int = 2, prefetch: bool | int = True
+    task: Task,
+    machine: Machine,
+    *,
+    index: int = 0,
+    teams: int = 2,
+    stages: int | None = None,
+    ctas_per_sm: int = 2,
+    prefetch: bool | int = True,
 ) -> Footprint:
     """The footprint of a task's kernel, the index-th of its program: `stages` ring stages a team, or as many as leave room for
     `ctas_per_sm` such CTAs on an SM. A team for each task where an SM has up to three; no more stages than a team's tasks fill.
@@ -70,7 +79,9 @@ def footprint(
     each_sm = ceil_div(task.num_tasks, machine.num_sms)
     teams = each_sm if each_sm <= max(teams, TEAMS_FOR_ONE_ROUND) else teams
     useful = task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * teams)) if task.stage_bytes else 0
-    limit = machine.smem_per_cta_bytes if ctas_per_sm == 1 else machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes
+    limit = (
+        machine.smem_per_cta_bytes if ctas_per_sm == 1 else machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes
+    )
     at_least = 0
     if ctas_per_sm == 2:
         over_half = limit + EVEN_EXTRA_BYTES
@@ -105,15 +116,28 @@ def kernel_name(op: Op) -> str:
 
 def source_for(op: Op, *, teams: int, pdl: bool, trigger: str) -> str:
     """The translation unit of one op's kernel, which carries the op's kind in its name."""
-    header = op.task.header
+    threads = teams * THREADS_PER_TEAM
+    registers = min(op.task.max_registers, REGISTERS_PER_SM // threads // 8 * 8)
     return (
         '#include "kernels/separate.cuh"\n'
-        f'#include "{header}"\n'
-        f'extern "C" __global__ void __maxnreg__({op.task.max_registers})\n'
+        f'#include "{op.task.header}"\n'
+        f'extern "C" __global__ void __maxnreg__({registers})\n'
         f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch) {{\n"
         f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}>(args, launch);\n"
         "}\n"
     )
+
+
+def compile_all(ops: Sequence[Op], sources: Sequence[str]) -> list[Cubin]:
+    """The cubin of each op's source; those that differ are compiled side by side. Raises ValueError for a kind of two sources."""
+    wanted: dict[str, str] = {}
+    for op, source in zip(ops, sources, strict=True):
+        if wanted.setdefault(op.kind, source) != source:
+            raise ValueError(f"ops of kind {op.kind!r} have tasks of different types or templates: give them kinds of their own")
+    with ThreadPoolExecutor() as pool:
+        kinds = {op.kind: op for op in ops}
+        cubins = dict(zip(kinds, pool.map(lambda kind: compile(wanted[kind], name=kernel_name(kinds[kind])), kinds), strict=True))
+    return [cubins[op.kind] for op in ops]
 
 
 class SeparateRun(Run):
@@ -137,31 +161,28 @@ class SeparateRun(Run):
         with self.device:
             self.machine = Machine.from_device(self.device.id)
             self.buffers = gpu_buffers(program, seed, buffers)
-            self.cubins: dict[str, Cubin] = {}
-            self.footprints: dict[str, Footprint] = {}
-            self.launches: list[Launch] = []
-            functions: dict[str, Any] = {}
             self._maps = self._tensor_maps()
-            for i, op in enumerate(program.ops):
-                fit = footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
-                source = source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger)
-                if source not in functions:
-                    cubin = compile(source, name=kernel_name(op))
-                    functions[source] = cubin.function()
-                    self.cubins[op.kind] = cubin
-                    self.footprints[op.kind] = fit
-                    self.resources[op.kind] = cubin.resources
-                self.launches.append(
-                    Launch(
-                        functions[source],
-                        grid=self.machine.num_sms,
-                        block=fit.threads,
-                        args=(self._pack(i, op), fit.pack()),
-                        smem_bytes=fit.smem_bytes,
-                        programmatic=self.programmatic and i > 0,
-                        name=op.name,
-                    )
+            fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
+                    for i, op in enumerate(program.ops)]  # fmt: skip
+            sources = [
+                source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger) for op, fit in zip(program.ops, fits, strict=True)
+            ]
+            self.cubins = {op.kind: cubin for op, cubin in zip(program.ops, compile_all(program.ops, sources), strict=True)}
+            self.footprints = {op.kind: fit for op, fit in zip(program.ops, fits, strict=True)}
+            self.resources = {kind: cubin.resources for kind, cubin in self.cubins.items()}
+            functions = {kind: cubin.function() for kind, cubin in self.cubins.items()}
+            self.launches = [
+                Launch(
+                    functions[op.kind],
+                    grid=self.machine.num_sms,
+                    block=fit.threads,
+                    args=(self._pack(i, op), fit.pack()),
+                    smem_bytes=fit.smem_bytes,
+                    programmatic=self.programmatic and i > 0,
+                    name=op.name,
                 )
+                for i, (op, fit) in enumerate(zip(program.ops, fits, strict=True))
+            ]
 
     def _address(self, view: View) -> int:
         return self.buffers[view.buffer.name].data.ptr + view.offset_bytes

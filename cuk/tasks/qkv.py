@@ -104,7 +104,9 @@ class Qkv(MatvecTask):
         if head < self.heads:
             first = head * self.head_dim
             return [Region("q", ((0, self.batch), (first + low, first + high))) for low, high in ranges]
-        cache, head = ("k_cache", head - self.heads) if head < self.heads + self.kv_heads else ("v_cache", head - self.heads - self.kv_heads)
+        cache, head = (
+            ("k_cache", head - self.heads) if head < self.heads + self.kv_heads else ("v_cache", head - self.heads - self.kv_heads)
+        )
         return [Region(cache, ((0, self.batch), (head, head + 1), (0, self.capacity), span)) for span in ranges]
 
     @property

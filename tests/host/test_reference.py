@@ -76,7 +76,13 @@ def test_rounded_reference_stays_close_to_the_exact_one():
 
 
 def test_llama3_rope_scaling_against_its_definition():
-    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     config = Config.of({**SMALL, "rope_scaling": scaling})
     table = rope_table(config, 3)
     for i in range(32):
