@@ -21,6 +21,9 @@ _ALIASES = {"-std": "--std", "-fmad": "--fmad", "-lineinfo": "--generate-line-in
             "-include": "--pre-include"}  # fmt: skip
 _ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?P<what>(?:catastrophic )?error.*)$", re.MULTILINE)
 
+CUBIN_OPTIONS = ["--ptxas-options=-v", "--no-cache"]
+"""ptxas reports registers and spills; NVRTC's own cache would answer a second compilation without that report."""
+
 
 class CompileError(RuntimeError):
     """A kernel that does not compile. The message begins with the file and line of the first error and goes on with the compiler's
@@ -149,7 +152,7 @@ def run(source: str, name: str, target: str, include_dirs: Sequence[str], option
 
 def _arguments(target: str, include_dirs: Sequence[str], options: Sequence[str]) -> list[str]:
     arguments = [o.replace("=sm_", "=compute_") if target == "ptx" and o.startswith("--gpu-architecture") else o for o in options]
-    return arguments + [f"--include-path={folder}" for folder in include_dirs] + (["--ptxas-options=-v"] if target == "cubin" else [])
+    return arguments + [f"--include-path={folder}" for folder in include_dirs] + (CUBIN_OPTIONS if target == "cubin" else [])
 
 
 def _failure(name: str, log: str) -> CompileError:

@@ -72,7 +72,7 @@ def footprint(
     `ctas_per_sm` such CTAs on an SM. A team for each task where an SM has up to three; no more stages than a team's tasks fill.
 
     With two CTAs an SM, kernels of even index take a little over half of the shared memory and those of odd index the rest. Two CTAs of an
-    even kernel then never fit one SM, and beside one of them only one of an odd kernel does: every kernel of one CTA for each SM
+    even kernel then never fit one SM, and beside one of them exactly one of an odd kernel does: every kernel of one CTA for each SM
     has exactly one there. With equal footprints a third of the SMs were seen to hold two CTAs of one kernel, and as many none.
 
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
@@ -84,9 +84,9 @@ def footprint(
     )
     at_least = 0
     if ctas_per_sm == 2:
-        over_half = limit + EVEN_EXTRA_BYTES
-        even = index % 2 == 0
-        limit, at_least = (over_half, over_half) if even else (limit - EVEN_EXTRA_BYTES, 0)
+        even, odd = limit + EVEN_EXTRA_BYTES, limit - EVEN_EXTRA_BYTES
+        limit = even if index % 2 == 0 else odd
+        at_least = even if index % 2 == 0 else odd // 2 + 512  # more than half of what is left beside an even one
 
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)

@@ -1,0 +1,132 @@
+"""The command line on a machine without a GPU: what it says, and its exit codes."""
+
+import json
+import shlex
+
+import pytest
+
+from cuk import cli, compare, doctor
+from cuk.programs import llama
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(cli, "has_gpu", lambda: False)
+
+
+def test_compare_without_a_gpu_says_on_every_line_that_nothing_was_measured(capsys):
+    assert cli.main(["compare", "llama-3.2-1b"]) == 0
+    out = capsys.readouterr().out
+    assert "NOTHING WAS MEASURED" in out and "gate_up" in out and "stored machine h200" in out
+    notes = out.split("whole step")[1]
+    assert notes.count("not measured") >= 3
+
+
+def test_compare_as_json(capsys):
+    assert cli.main(["compare", "llama-3.1-8b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    program = llama("llama-3.1-8b")
+    assert found["measured"] is False
+    assert sum(row["bytes"] for row in found["ops"]) == program.min_bytes
+    assert sum(row["count"] for row in found["ops"]) == len(program.ops)
+    assert 0 < found["reference_difference"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("compare nope", "unknown program 'nope': known ones are llama-3.2-1b, llama-3.1-8b, chain"),
+        ("compare llama-3.2-1b --runs graf", "unknown run graf: known ones are stream, graph, pdl"),
+        ("compare llama-3.2-1b --rivals jax", "unknown rival jax: known ones are torch_graph"),
+        ("compare llama-3.2-1b --batch 17", "batch=17: must be from 1 to 16"),
+        ("compare llama-3.2-1b --context -1", "context=-1: must be from 0 to 131071"),
+        ("compare llama-3.2-1b --machine b300", "unknown machine 'b300'"),
+    ],
+)
+def test_bad_input_is_named_and_exits_2(capsys, line, message):
+    assert cli.main(shlex.split(line)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_chain_cannot_be_sized_up_and_says_why(capsys):
+    assert cli.main(["compare", "chain"]) == 1
+    assert "cuk doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["compare", "doctor"])
+def test_the_examples_of_the_help_parse(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main([name, "--help"])
+    assert exit.value.code == 0 and "examples:" in capsys.readouterr().out
+    for line in cli.EXAMPLES[name].splitlines()[1:]:
+        cli.parser().parse_args(shlex.split(line)[1:])
+
+
+def test_doctor_exits_1_when_a_run_is_impossible(monkeypatch, capsys):
+    findings = [doctor.Finding("GPU", False, "none", "get one"), doctor.Finding("torch", False, "none", "pip install", needed=False)]
+    monkeypatch.setattr(cli, "examine", lambda: findings)
+    assert cli.main(["doctor"]) == 1
+    assert "get one" in capsys.readouterr().out
+    monkeypatch.setattr(cli, "examine", lambda: findings[1:])
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["possible"] is True
+
+
+def test_doctor_finds_what_is_here():
+    found = {f.what: f for f in doctor.examine()}
+    assert found["device sources"].ok and found["NVRTC and headers"].ok, found
+    assert all(f.remedy for f in found.values() if not f.ok)
+
+
+def test_compare_in_python_refuses_without_a_gpu(monkeypatch):
+    import importlib
+
+    module = importlib.import_module("cuk.compare")
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
+    with pytest.raises(RuntimeError, match="nothing can be timed here"):
+        compare(llama("llama-3.2-1b"))
+
+
+def test_unknown_runs_and_switches_list_the_known():
+    from cuk.runs import build
+
+    program = llama("llama-3.2-1b")
+    with pytest.raises(ValueError, match="unknown run 'megakernel': known ones are reference, stream, graph, pdl"):
+        build(program, "megakernel")
+    with pytest.raises(ValueError, match="run 'graph' has no switch prefetch: its switches and their defaults are teams=2"):
+        build(program, "graph", prefetch=True)
+    with pytest.raises(ValueError, match="trigger='middle': must be one of start, loads, end"):
+        build(program, "pdl", trigger="middle")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("llama-9", "unknown model 'llama-9': known ones are"),
+        ({"hidden_size": 64}, "missing .*intermediate_size"),
+        ({"hidden_size": 60, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 9}, "hidden_size=60"),
+        ({"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 2, "vocab_size": 9, "head_dim": 64},
+         "num_attention_heads=3"),
+        ({"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9, "head_dim": 96},
+         "head_dim=96: must be one of"),
+    ],
+)  # fmt: skip
+def test_bad_models_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        llama(given)
+
+
+def test_figures_are_drawn_from_a_record(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    import importlib.util
+    from pathlib import Path
+
+    assert matplotlib
+    spec = importlib.util.spec_from_file_location("figures", Path(__file__).parents[2] / "studies" / "figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    rows = [{"program": "p", "run": run, "settings": {"batch": 1, "context": 9}, "median_us": us, "ratio_to_floor": us / 10, "floor_us": 10.0,
+             "checked": "reference", "invalid": why} for run, us, why in [("graph", 15.0, None), ("pdl", 11.5, None), ("torch", 99.0, "slow")]]  # fmt: skip
+    figures.draw(rows, tmp_path / "f.svg")
+    assert "<svg" in (tmp_path / "f.svg").read_text()
+    assert "| p, 1, 9 | pdl | 12 | 1.15 | reference |" in figures.table(rows) and "invalid: slow" in figures.table(rows)

@@ -1,0 +1,94 @@
+"""Every kernel of every program compiles without spilling, and its arguments pack as the compiler lays them out."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from cuk.compile import compile, layout
+from cuk.machine import Footprint, Machine
+from cuk.programs import chain, llama
+from cuk.runs.separate import TRIGGERS, footprint, kernel_name, source_for
+from cuk.task import args_offsets
+
+WIDE = dict(
+    hidden_size=4096,
+    intermediate_size=5000,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=1003,
+    head_dim=64,
+)
+PROGRAMS = {
+    "1b": llama("llama-3.2-1b"),
+    "1b, batch 16": llama("llama-3.2-1b", batch=16),
+    "8b": llama("llama-3.1-8b"),
+    "x through the ring": llama(WIDE, batch=16, context=10),
+    "chain": chain([(384, 256), (256, 256)]),
+}
+MACHINE = Machine.load("h200")
+CASES = [(name, kind, op) for name, p in PROGRAMS.items() for kind, op in {op.kind: op for op in p.ops}.items()]
+
+
+@pytest.mark.parametrize(("name", "kind", "op"), CASES, ids=lambda v: v if isinstance(v, str) else "")
+def test_no_kernel_spills(name, kind, op):
+    for pdl in (False, True):
+        fit = footprint(op.task, MACHINE)
+        cubin = compile(source_for(op, teams=fit.teams, pdl=pdl, trigger="start"), name=kernel_name(op))
+        assert cubin.resources.spill_bytes == 0 and cubin.resources.stack_bytes == 0, f"{name}: {kind}: {cubin.resources}"
+
+
+@pytest.mark.parametrize("trigger", TRIGGERS)
+def test_every_trigger_compiles(trigger):
+    op = next(op for op in PROGRAMS["1b"].ops if op.kind == "o_proj")
+    assert "cuk_o_proj" in compile(source_for(op, teams=2, pdl=True, trigger=trigger), name=kernel_name(op)).ptx
+
+
+@pytest.mark.parametrize("name", ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "Qkv", "RmsNorm"])
+def test_arguments_pack_as_the_compiler_lays_them_out(name):
+    task = next(op.task for _, _, op in CASES if type(op.task).__name__ == name)
+    names = [field.name for field in task.fields]
+    found = layout(f'#include "{task.header}"', f"{task.struct}::Args", names)
+    assert (found.offsets, found.size) == args_offsets(task.fields)
+
+
+def test_launch_words_pack_as_the_compiler_lays_them_out():
+    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch"]
+    found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", names)
+    assert list(found.offsets.values()) == [4 * i for i in range(6)] and found.size == 24
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_footprints_leave_room_for_the_successor(name):
+    """Kernels that follow each other fit one SM together, and two CTAs of one kernel never crowd out the other's: see `footprint`."""
+    ops = PROGRAMS[name].ops
+    fits = [footprint(op.task, MACHINE, index=i) for i, op in enumerate(ops)]
+    for i in range(len(ops) - 1):
+        first, second = (Footprint(f.threads, min(ops[i].task.max_registers, 96), f.smem_bytes) for f in fits[i : i + 2])
+        if max(first.smem_bytes, second.smem_bytes) > MACHINE.smem_per_sm_bytes * 0.51:
+            continue  # an operand that leaves no room for company
+        assert MACHINE.admits([(first, 1)], second).by_resource["shared memory"] == 1, (ops[i].name, ops[i + 1].name, first, second)
+        even = first if i % 2 == 0 else second
+        assert MACHINE.occupancy(even).ctas == 1
+
+
+def test_a_task_that_does_not_fit_says_what_it_needs():
+    op = next(op for op in PROGRAMS["1b"].ops if op.kind == "gate_up")
+    with pytest.raises(
+        ValueError, match=r"GateUp: 60 stages of 16384 bytes for 2 teams need \d+ bytes of shared memory, a CTA can have 232448"
+    ):
+        footprint(op.task, MACHINE, stages=60)
+
+
+def test_a_users_task_compiles_and_packs():
+    path = Path(__file__).parents[2] / "examples" / "scale.py"
+    spec = importlib.util.spec_from_file_location("scale_example", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    op = module.program().ops[0]
+    assert compile(source_for(op, teams=1, pdl=True, trigger="start"), name=kernel_name(op)).resources.spill_bytes == 0
+    found = layout(f'#include "{op.task.header}"', "example::Scale::Args", [f.name for f in op.task.fields])
+    assert (found.offsets, found.size) == args_offsets(op.task.fields)
