@@ -134,9 +134,12 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   for (int task = first; task < launch.num_tasks; task += stride, ++iteration) {
     const typename Task::Tile tile = Task::tile(args, task);
     Task::consume(args, tile, consumer, team, shared, scratch, iteration, policy);
-    if constexpr (Task::kMerges)
-      if (last_arrival(team, Task::arrivals(args, tile), Task::num_siblings(args), reinterpret_cast<u32*>(scratch)))
+    if constexpr (Task::kMerges) {
+      if (last_arrival(team, Task::arrivals(args, tile), Task::num_siblings(args), reinterpret_cast<u32*>(scratch))) {
         Task::merge(args, tile, team, scratch);
+        team.sync();  // the next task may write scratch that merging still reads
+      }
+    }
   }
   // A CTA without a task stays as long as the others of the grid before: one that left early would leave room on this SM for two
   // CTAs of a later kernel, and none for it elsewhere.

@@ -27,6 +27,12 @@ class Run(abc.ABC):
     def __call__(self) -> None:
         """Enqueues one step on the current stream."""
 
+    def synchronize(self) -> None:
+        """Waits until the current stream has done what was enqueued."""
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()
+
     @property
     def outputs(self) -> dict[str, Any]:
         """The buffers of role "output", by name."""

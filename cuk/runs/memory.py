@@ -104,7 +104,10 @@ def _rounding_kernel() -> Any:
 
 
 def poison(array: Any) -> None:
-    """Fills a contiguous CuPy array with 0xFF bytes: NaN as bf16 or float32, -1 as int32."""
+    """Fills a contiguous CuPy (or NumPy) array with 0xFF bytes: NaN as bf16 or float32, -1 as int32."""
+    if isinstance(array, np.ndarray):
+        array.reshape(-1).view(np.uint8)[...] = 0xFF
+        return
     import cupy
 
     stream = cupy.cuda.get_current_stream()

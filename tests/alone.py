@@ -1,0 +1,100 @@
+"""A program of one op on random operands, for testing a task by itself; and the strategies that draw tasks of every kind."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cuk.program import Init, Program
+from cuk.task import Task
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, Qkv, RmsNorm
+from cuk.tasks.matvec import streams_x
+
+
+def alone(task: Task, positions=None, **values) -> Program:
+    """The program: `values` give operands their arrays, `positions` those of the new tokens; the rest is random."""
+    program = Program("alone", {})
+    views = {}
+    for name, operand in task.operands.items():
+        if operand.role == "scratch":
+            continue
+        init = Init("normal") if operand.dtype in ("bfloat16", "float32") else Init("integers", low=0, high=1)
+        if name == "w":
+            init = Init("normal", std=operand.shape[-1] ** -0.5)
+        if name == "positions":
+            init = Init("values", values=np.array(positions, np.int32))
+        if name in values:
+            init = Init("values", values=values[name])
+        written = operand.access == "out" and operand.role != "cache"
+        views[name] = program.buffer(name, operand.shape, operand.dtype, operand.role, None if written else init)
+    program.op(type(task).__name__.lower(), task, **views)
+    return program
+
+
+batches = st.integers(1, 16)
+columns = st.one_of(st.integers(1, 48).map(lambda i: 8 * i), st.sampled_from([512, 1024, 1032, 2048, 4104]))
+
+
+@st.composite
+def linears(draw):
+    batch, k = draw(batches), draw(columns)
+    norm = draw(st.booleans()) and not streams_x(batch, k)
+    out = draw(st.sampled_from(["bfloat16", "float32"]))
+    return alone(Linear(batch=batch, n=draw(st.integers(1, 70)), k=k, norm=norm, residual=draw(st.booleans()), out=out))
+
+
+@st.composite
+def gate_ups(draw):
+    batch, k = draw(batches), draw(columns)
+    norm = draw(st.booleans()) and not streams_x(batch, k)
+    return alone(GateUp(batch=batch, n=draw(st.integers(1, 40)), k=k, norm=norm))
+
+
+@st.composite
+def qkvs(draw):
+    batch, k, capacity = draw(batches), draw(columns), draw(st.integers(1, 90))
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    task = Qkv(batch=batch, k=k, norm=not streams_x(batch, k), heads=kv_heads * group, kv_heads=kv_heads,
+               head_dim=draw(st.sampled_from([64, 128])), capacity=capacity)  # fmt: skip
+    return alone(task, draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch)))
+
+
+@st.composite
+def attentions(draw):
+    batch, capacity = draw(st.integers(1, 4)), draw(st.integers(1, 500))
+    positions = draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch))
+    task = AttentionDecode(batch=batch, kv_heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 19)), head_dim=draw(st.sampled_from([64, 128])),
+                           capacity=capacity, context=max(positions), splits=draw(st.sampled_from([0, 1, 2, 5, 17])))  # fmt: skip
+    # What lies beyond a sequence's position may be anything: nothing of it may reach the output.
+    cache = np.random.default_rng(draw(st.integers(0, 99))).standard_normal(task.operands["k_cache"].shape).astype(np.float32)
+    for b, position in enumerate(positions):
+        cache[b, :, position + 1 :] = np.nan
+    return alone(task, positions, k_cache=cache, v_cache=cache[..., ::-1])
+
+
+@st.composite
+def embeds(draw):
+    batch, vocab = draw(batches), draw(st.integers(1, 500))
+    tokens = np.array(draw(st.lists(st.integers(0, vocab - 1), min_size=batch, max_size=batch)), np.int32)
+    return alone(Embed(batch=batch, vocab=vocab, hidden=draw(st.integers(1, 64)) * 8), tokens=tokens)
+
+
+@st.composite
+def rms_norms(draw):
+    return alone(RmsNorm(batch=draw(batches), k=draw(st.integers(1, 600)) * 8))
+
+
+@st.composite
+def argmaxes(draw):
+    batch, vocab = draw(batches), draw(st.integers(1, 5000))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    logits = rng.integers(-3, 4, (batch, vocab)).astype(np.float32)  # few values: many ties
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[rng.random(logits.shape) < 0.1] = np.nan
+    return alone(Argmax(batch=batch, vocab=vocab), logits=logits)
+
+
+PROGRAMS = {
+    "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "attention": attentions(), "embed": embeds(), "rms_norm": rms_norms(),
+    "argmax": argmaxes(),
+}  # fmt: skip

@@ -1,0 +1,129 @@
+"""Runs a program's separate kernels on emulated warps: the device files as they are, compiled by g++ against tests/emulator/core/ptx.cuh.
+
+What it can show: wrong indices, swizzles, fragments, tails, sums, barrier counts and phases, deadlocks, and reads of what has not landed (copies land
+at random moments, fibers go on in random order). What it cannot: memory order between CTAs, which run one after another, and speed."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from cuk.compile import cuda_src
+from cuk.machine import Machine
+from cuk.program import Op, Program
+from cuk.runs.memory import numpy_buffers
+from cuk.runs.separate import Footprint, footprint, kernel_name, source_for
+from cuk.task import pack_args
+
+HERE = Path(__file__).resolve().parent
+COMPILER = shutil.which("g++")
+CACHE = Path(tempfile.gettempdir()) / f"cuk-emulator-{os.getuid()}"
+
+RUN = """
+extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch, int grid, int block, unsigned seed) {{
+  emulator::failure.clear();
+  emulator::grid_size = {{grid, 1, 1}};
+  emulator::block_size = {{block, 1, 1}};
+  for (int i = 0; i < grid; ++i) {{
+    emulator::block_index = {{i, 0, 0}};
+    std::memset(cuk::smem, 0xff, sizeof cuk::smem);
+    emulator::body = [&] {{ {kernel}(*args, *launch); }};
+    if (!emulator::run_cta(block, seed + static_cast<unsigned>(i))) return emulator::failure.c_str();
+  }}
+  return nullptr;
+}}
+"""
+
+
+def library(source: str, kernel: str, args: str) -> ctypes.CDLL:
+    """A kernel (its unit, its name, the type of its arguments) as a shared library, compiled once for each content of what goes into it."""
+    source += RUN.format(args=args, kernel=kernel)
+    files = [*sorted(cuda_src().rglob("*.cuh")), *sorted(HERE.rglob("*.cuh"))]
+    key = hashlib.sha256("\0".join([source, *(f.read_text() for f in files)]).encode()).hexdigest()
+    path = CACHE / f"{key}.so"
+    if not path.exists():
+        CACHE.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            unit = Path(folder) / "unit.cpp"
+            unit.write_text(source)
+            made = Path(folder) / "unit.so"
+            command = [
+                COMPILER,
+                "-std=c++17",
+                "-O2",
+                "-ffp-contract=off",
+                "-w",
+                "-shared",
+                "-fPIC",
+                f"-I{HERE}",
+                f"-I{cuda_src()}",
+                str(unit),
+                "-o",
+                str(made),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[:4000]
+            os.replace(made, path)
+    return ctypes.CDLL(str(path))
+
+
+class EmulatedRun:
+    """Looks to cuk.runs.check like a stream run: `launches` are callables, `buffers` NumPy arrays."""
+
+    name = "stream"
+
+    def __init__(self, program: Program, *, seed: int = 0, num_sms: int = 3, pdl: bool = False, **switches):
+        self.program = program
+        self.machine = dataclasses.replace(Machine.load("h200"), num_sms=num_sms)
+        self.seed = seed
+        self.buffers = {}
+        for name, array in numpy_buffers(program, seed).items():
+            # Room behind it that belongs to it, aligned as a GPU allocation is.
+            room = np.zeros(array.nbytes + 128 + 256, np.uint8)
+            start = -room.ctypes.data % 256
+            self.buffers[name] = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            self.buffers[name][...] = array
+        fits = [footprint(op.task, self.machine, index=i, **switches) for i, op in enumerate(program.ops)]
+        units = {(source_for(op, teams=fit.teams, pdl=pdl, trigger="start"), kernel_name(op), f"{op.task.struct}::Args"): op.kind
+                 for op, fit in zip(program.ops, fits, strict=True)}  # fmt: skip
+        with ThreadPoolExecutor() as pool:
+            libraries = dict(zip(units.values(), pool.map(lambda unit: library(*unit), units), strict=True))
+        self.launches = [self._prepare(op, fit, libraries[op.kind]) for op, fit in zip(program.ops, fits, strict=True)]
+
+    def synchronize(self) -> None:
+        """Nothing is pending: a launch returns when it is done."""
+
+    def _address(self, view) -> int:
+        return self.buffers[view.buffer.name].ctypes.data + view.offset_bytes
+
+    def _prepare(self, op: Op, fit: Footprint, library: ctypes.CDLL):
+        values = {f.name: 0 for f in op.task.fields if f.kind == "ptr"} | {k: self._address(v) for k, v in op.views.items()}
+        maps = []
+        for key, spec in op.task.tensor_maps.items():
+            packed = struct.pack("=Q5Q4Q5I28x", values[key], *spec.sizes, *spec.strides, *spec.box)
+            buffer = ctypes.create_string_buffer(len(packed) + 128)
+            start = -ctypes.addressof(buffer) % 128
+            ctypes.memmove(ctypes.addressof(buffer) + start, packed, len(packed))
+            values[key] = ctypes.addressof(buffer) + start
+            maps.append(buffer)
+        args = ctypes.create_string_buffer(pack_args(op.task.fields, {**values, **op.task.scalars}))
+        words = ctypes.create_string_buffer(fit.pack())
+        run = library.emulate
+        run.restype = ctypes.c_char_p
+
+        def launch() -> None:
+            failure = run(args, words, self.machine.num_sms, fit.threads, self.seed)
+            assert failure is None, f"{op.name}: {failure.decode()}"
+
+        launch.keep = maps
+        return launch

@@ -1,0 +1,94 @@
+"""The device code itself, without a GPU: kernels compiled for the CPU run on emulated warps and are held against the references."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cuk.programs import llama
+from cuk.runs.check import CheckFailed, check_bitwise, check_by_op
+from cuk.tasks import Linear
+from tests.alone import PROGRAMS, alone
+from tests.emulator import emulate
+from tests.emulator.emulate import EmulatedRun
+
+pytestmark = pytest.mark.skipif(not emulate.COMPILER, reason="no g++ to compile the device files with")
+SMALL = dict(
+    hidden_size=72, intermediate_size=104, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, vocab_size=203, head_dim=64
+)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_every_task_over_drawn_shapes(kind):
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(PROGRAMS[kind], st.integers(0, 2**31), st.integers(1, 4))
+    def holds(program, seed, num_sms):
+        check_by_op(EmulatedRun(program, seed=seed, num_sms=num_sms))
+
+    holds()
+
+
+@pytest.mark.parametrize(("batch", "k"), [(16, 4104), (9, 4104), (16, 4096)])
+def test_x_that_comes_through_the_ring(batch, k):
+    task = Linear(batch=batch, n=19, k=k, residual=True)
+    assert task.stream_x
+    for prefetch in (False, 1, True):
+        check_by_op(EmulatedRun(alone(task), pdl=True, prefetch=prefetch))
+
+
+@pytest.mark.parametrize(("head_dim", "batch", "context"), [(64, 1, 100), (128, 3, 70), (64, 2, 0)])
+def test_a_model(head_dim, batch, context):
+    check_by_op(EmulatedRun(llama({**SMALL, "head_dim": head_dim}, batch=batch, context=context)))
+
+
+def test_bits_do_not_depend_on_teams_stages_or_sms():
+    """The order of every sum is the op's own."""
+    program = llama(SMALL, batch=2, context=90)
+
+    class Whole(EmulatedRun):
+        def __call__(self):
+            for launch in self.launches:
+                launch()
+
+    first = Whole(program)
+    first()
+    for switches in [
+        dict(num_sms=1),
+        dict(num_sms=7, teams=1),
+        dict(num_sms=2, teams=4, ctas_per_sm=1),
+        dict(stages=1),
+        dict(stages=2, pdl=True, prefetch=1),
+    ]:
+        check_bitwise(Whole(program, **switches), first)
+
+
+def test_rows_past_the_end_of_a_partial_block_do_not_leak():
+    """With k no multiple of 64 the last box of a row holds columns of the next one: NaN there must not reach this row."""
+    task = Linear(batch=2, n=16, k=72)
+    w = np.random.default_rng(0).standard_normal((16, 72)).astype(np.float32)
+    w[9] = np.nan
+    run = EmulatedRun(alone(task, w=w))
+    run.launches[0]()
+    y = run.buffers["y"].astype(np.float32)
+    assert np.isnan(y[:, 9]).all() and np.isfinite(np.delete(y, 9, axis=1)).all()
+
+
+def test_an_op_with_a_task_too_few_is_caught(monkeypatch):
+    whole = Linear.num_tasks.fget
+    program = alone(Linear(batch=1, n=64, k=64))
+    monkeypatch.setattr(Linear, "num_tasks", property(lambda task: whole(task) - 1))
+    with pytest.raises(CheckFailed, match="nan"):
+        check_by_op(EmulatedRun(program))
+
+
+def test_a_deadlock_is_found_and_explained(monkeypatch, tmp_path):
+    """A ring without a stage to fill would wait for ever on a GPU."""
+    import dataclasses
+
+    real = emulate.footprint
+    monkeypatch.setattr(emulate, "footprint", lambda *a, **k: dataclasses.replace(real(*a, **k), num_stages=1, prefetch=0))
+    monkeypatch.setattr(
+        emulate, "RUN", emulate.RUN.replace("emulator::failure.clear();", "emulator::failure.clear();\n  emulator::drop_copies = true;")
+    )
+    with pytest.raises(AssertionError, match=r"deadlock: CTA 0, \d+ threads wait for ever"):
+        EmulatedRun(alone(Linear(batch=1, n=8, k=64)), num_sms=1).launches[0]()
