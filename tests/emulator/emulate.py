@@ -38,11 +38,17 @@ extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch
     emulator::block_index = {{i, 0, 0}};
     std::memset(cuk::smem, 0xff, sizeof cuk::smem);
     emulator::body = [&] {{ {kernel}(*args, *launch); }};
+    if (emulator::on_start) emulator::on_start(i);
     if (!emulator::run_cta(block, seed + static_cast<unsigned>(i))) return emulator::failure.c_str();
   }}
   return nullptr;
 }}
+extern "C" void hooks(void (*start)(int), void (*wait)(int)) {{
+  emulator::on_start = start;
+  emulator::on_wait = wait;
+}}
 """
+Hook = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 def library(source: str, kernel: str, args: str) -> ctypes.CDLL:
@@ -125,5 +131,5 @@ class EmulatedRun:
             failure = run(args, words, self.machine.num_sms, fit.threads, self.seed)
             assert failure is None, f"{op.name}: {failure.decode()}"
 
-        launch.keep = maps
+        launch.keep, launch.library = maps, library
         return launch

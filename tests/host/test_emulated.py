@@ -81,6 +81,79 @@ def test_an_op_with_a_task_too_few_is_caught(monkeypatch):
         check_by_op(EmulatedRun(program))
 
 
+class Early:
+    """Starts every kernel of a pdl run before the one before it has ended: until a CTA's first thread has waited, what earlier ops of the step
+    write is NaN, and the op's own outputs must stay as they were."""
+
+    def __init__(self, run):
+        self.run, self.touched_early = run, []
+        self.written = set()
+        for op, launch in zip(run.program.ops, run.launches, strict=True):
+            self._start(op, launch)
+            self.written |= {str(view) for view in op.accesses("out", "inout")}
+
+    def _start(self, op, launch):
+        def bytes_of(view):
+            return view.of(self.run.buffers).reshape(-1).view(np.uint8)
+
+        stale = [view for view in op.accesses("in") if str(view) in self.written]
+        outputs = op.accesses("out")
+
+        def start(_):
+            self.real = [(view, bytes_of(view).copy()) for view in stale]
+            self.before = [(view, bytes_of(view).copy()) for view in outputs]
+            for view in stale:
+                if view.buffer.role == "cache":  # old positions are old; the new one is this step's
+                    for b, position in enumerate(self.run.buffers["positions"]):
+                        view.of(self.run.buffers).view(np.uint16)[b, :, position] = 0xFFFF
+                else:
+                    bytes_of(view)[...] = 0xFF
+
+        def wait(_):
+            self.touched_early += [str(view) for view, before in self.before if not np.array_equal(bytes_of(view), before)]
+            for view, content in self.real:
+                bytes_of(view)[...] = content
+
+        hooks = emulate.Hook(start), emulate.Hook(wait)
+        launch.library.hooks(*hooks)
+        try:
+            launch()
+        finally:
+            launch.library.hooks(emulate.Hook(), emulate.Hook())
+
+
+@pytest.mark.parametrize(("model", "batch", "context"), [(SMALL, 1, 100), ({**SMALL, "hidden_size": 2600, "num_hidden_layers": 1}, 16, 5)])
+@pytest.mark.parametrize("prefetch", [True, 1])
+def test_before_its_wait_a_kernel_touches_nothing_of_this_step(model, batch, context, prefetch):
+    program = llama(model, batch=batch, context=context)
+    expected = EmulatedRun(program)
+    for launch in expected.launches:
+        launch()
+    run = EmulatedRun(program, pdl=True, prefetch=prefetch)
+    early = Early(run)
+    assert not early.touched_early
+    check_bitwise_arrays(run, expected)
+
+
+def check_bitwise_arrays(run, expected):
+    for name, buffer in run.program.buffers.items():
+        if buffer.role in ("activation", "output", "cache"):
+            mine, theirs = (r.buffers[name].reshape(-1).view(np.uint8) for r in (run, expected))
+            assert np.array_equal(mine, theirs), name
+
+
+def test_a_kernel_that_does_not_wait_is_caught(monkeypatch):
+    """The same without griddepcontrol.wait: the graph's kernels, started early."""
+    program = llama(SMALL, batch=1, context=9)
+    run = EmulatedRun(program, pdl=False)
+    expected = EmulatedRun(program)
+    for launch in expected.launches:
+        launch()
+    Early(run)
+    with pytest.raises(AssertionError):
+        check_bitwise_arrays(run, expected)
+
+
 def test_a_deadlock_is_found_and_explained(monkeypatch, tmp_path):
     """A ring without a stage to fill would wait for ever on a GPU."""
     import dataclasses

@@ -69,12 +69,16 @@ struct Cta {
   ucontext_t scheduler;
   int current = 0;
   long events = 0;
+  bool waited = false;
   std::mt19937 random;
 };
 inline Cta* cta;
 inline int3 block_index, grid_size, block_size;
 inline std::string failure;
 inline bool drop_copies = false;  // a test's: nothing ever lands
+// A test's: called when a CTA starts, and when the first of its threads has waited for the kernels before.
+inline void (*on_start)(int) = nullptr;
+inline void (*on_wait)(int) = nullptr;
 
 inline void yield() { swapcontext(&cta->fibers[cta->current].context, &cta->scheduler); }
 inline void event() { ++cta->events; }
@@ -337,7 +341,10 @@ inline void tensor_load(void* destination, const TensorMap* map, int c0, int c1,
   });
 }
 
-inline void griddepcontrol_wait() {}
+inline void griddepcontrol_wait() {
+  if (!emulator::cta->waited && emulator::on_wait) emulator::on_wait(emulator::block_index.x);
+  emulator::cta->waited = true;
+}
 inline void griddepcontrol_launch_dependents() {}
 inline void named_barrier_sync(int id, int num_threads) { emulator::meet(emulator::cta->barriers[id], num_threads); }
 
