@@ -18,7 +18,7 @@ cuda := $(if $(filter compare gpu,$(MAKECMDGOALS)),$(shell nvidia-smi 2>/dev/nul
 cuda_extra := $(if $(cuda),$(if $(filter 12,$(cuda)),cuda12,cuda13))
 
 extras_compare := $(cuda_extra)
-extras_test := test compiler
+extras_test := test compiler figures
 extras_gpu := test models $(cuda_extra)
 extras_lint := lint
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuk.bench import Floor, Table, interleave, measure_floor
+from cuk.launch import gpu_missing
 from cuk.machine import Machine
 from cuk.program import Program
 from cuk.programs import llama
@@ -20,13 +21,8 @@ RUNS = ("stream", "graph", "pdl")
 
 
 def has_gpu() -> bool:
-    """Whether CuPy is installed and sees a GPU."""
-    try:
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount() > 0
-    except Exception:
-        return False
+    """Whether kernels can be launched here (`cuk.launch.gpu_missing` says why not)."""
+    return gpu_missing() is None
 
 
 def compare(

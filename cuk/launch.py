@@ -28,6 +28,19 @@ class LaunchError(RuntimeError):
     """A launch that the driver refused, or that was refused before it: names the kernel, its grid, block and shared memory."""
 
 
+def gpu_missing() -> str | None:
+    """Why no kernel can be launched here and what to install, or None."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}): pip install 'cuk[cuda13]' (or cuda12, for a driver of CUDA 12)"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"no GPU can be used ({error}): install NVIDIA's driver; `cuk doctor` tells what else is missing"
+    return None if count else "no GPU is visible: see CUDA_VISIBLE_DEVICES; `cuk doctor` tells what else is missing"
+
+
 def _driver() -> Any:
     try:
         from cuda.bindings import driver

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuk.compile import Cubin, compile
-from cuk.launch import Launch, capture, encode_tensor_map
+from cuk.launch import Launch, capture, encode_tensor_map, gpu_missing
 from cuk.machine import Machine
 from cuk.program import Op, Program, View
 from cuk.runs.base import Run
@@ -155,6 +155,8 @@ class SeparateRun(Run):
         super().__init__(program, {name: value for name, value in
                                    {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger}.items()
                                    if name in self.switches})  # fmt: skip
+        if missing := gpu_missing():
+            raise RuntimeError(f"run {self.name!r} needs a GPU: {missing}")
         import cupy
 
         self.device = cupy.cuda.Device(device) if device is not None else cupy.cuda.Device()

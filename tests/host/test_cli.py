@@ -99,6 +99,16 @@ def test_unknown_runs_and_switches_list_the_known():
         build(program, "pdl", trigger="middle")
 
 
+def test_a_gpu_run_without_a_gpu_says_what_to_install(monkeypatch):
+    import sys
+
+    from cuk.runs import build
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r"run 'pdl' needs a GPU: CuPy cannot be imported .*pip install 'cuk\[cuda13\]'"):
+        build(llama("llama-3.2-1b"), "pdl")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

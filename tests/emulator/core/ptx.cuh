@@ -109,7 +109,7 @@ template <class T>
 inline Gathered<T> gather(const T& mine) {
   static_assert(sizeof(T) <= 64, "a slot holds 64 bytes");
   Warp& warp = cta->warps[cta->current / 32];
-  unsigned char(*slots)[64] = warp.slots[warp.meeting.generation & 1];
+  unsigned char (*slots)[64] = warp.slots[warp.meeting.generation & 1];
   std::memcpy(slots[cta->current % 32], &mine, sizeof(T));
   meet(warp.meeting, 32);
   return {slots};
