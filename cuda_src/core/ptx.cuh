@@ -117,6 +117,13 @@ __device__ __forceinline__ u64 global_nanoseconds() {
   return now;
 }
 
+// Which SM this is: a fact for traces, never an index (nothing promises one CTA an SM in order).
+__device__ __forceinline__ u32 sm_id() {
+  u32 id;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(id));
+  return id;
+}
+
 // A wait that outlasts this stops the grid with a trap (the launch fails) instead of hanging the GPU.
 constexpr u64 kHangNanoseconds = 4000000000ull;
 

@@ -7,6 +7,7 @@
 
 #include "core/ring.cuh"
 #include "core/team.cuh"
+#include "core/trace.cuh"
 
 namespace cuk {
 
@@ -22,12 +23,15 @@ struct LaunchArgs {
   int prefetch;       // stages that may load before the wait
 };
 
-template <bool kPdl>
+template <bool kPdl, class Tracer>
 struct SeparatePolicy {
-  bool waited = false;
+  Tracer tracer;
+  bool first =
+      true;  // looked at by tracing alone: griddepcontrol.wait may be repeated, and a flag kept for it costs a register
   __device__ void wait() {
-    if (kPdl && !waited) griddepcontrol_wait();
-    waited = true;
+    if (kPdl) griddepcontrol_wait();
+    if (Tracer::kOn && first) tracer.mark(Event::kWaited);
+    first = false;
   }
 };
 
@@ -95,8 +99,8 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
   }
 }
 
-template <class Task, int kTeams, bool kPdl, Trigger kTrigger>
-__device__ void separate(const typename Task::Args& args, const LaunchArgs& launch) {
+template <class Task, int kTeams, bool kPdl, Trigger kTrigger, class Tracer = NoTrace>
+__device__ void separate(const typename Task::Args& args, const LaunchArgs& launch, Tracer tracer = {}) {
   static_assert(kTeams >= 1 && kTeams <= kMaxTeams, "more teams than a CTA has threads for");
   extern __shared__ __align__(1024) char smem[];
   constexpr int kConsumers = kTeams * kTeamThreads;
@@ -111,6 +115,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   u64* barriers =
       reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
   const Ring ring{smem + index * ring_bytes, barriers, barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
+  tracer.begin(thread == 0);
   if (!is_consumer && thread % kWarpSize == 0) {
     Ring(ring).init(kTeamWarps);
     fence_mbarrier_init();
@@ -120,7 +125,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
 
   const int stride = static_cast<int>(gridDim.x) * kTeams;
   const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  SeparatePolicy<kPdl> policy;
+  SeparatePolicy<kPdl, Tracer> policy{tracer};
   if (!is_consumer) {
     produce<Task>(args, launch, ring, first, stride, policy);
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();
@@ -129,11 +134,13 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   const Team team{index, thread % kTeamThreads};
   RingConsumer consumer{ring, {}};
   Task::prepare(args, Crew{thread, kConsumers}, team, shared, scratch, policy);
+  tracer.mark(Event::kPrepared);
   int iteration = 0;
 #pragma unroll 1
   for (int task = first; task < launch.num_tasks; task += stride, ++iteration) {
     const typename Task::Tile tile = Task::tile(args, task);
     Task::consume(args, tile, consumer, team, shared, scratch, iteration, policy);
+    if (iteration == 0) tracer.mark(Event::kFirstTask);
     if constexpr (Task::kMerges) {
       if (last_arrival(team, Task::arrivals(args, tile), Task::num_siblings(args), reinterpret_cast<u32*>(scratch))) {
         Task::merge(args, tile, team, scratch);
@@ -141,6 +148,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
       }
     }
   }
+  tracer.mark(Event::kEnd);
   // A CTA without a task stays as long as the others of the grid before: one that left early would leave room on this SM for two
   // CTAs of a later kernel, and none for it elsewhere.
   policy.wait();

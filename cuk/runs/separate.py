@@ -18,6 +18,7 @@ from cuk.program import Op, Program, View
 from cuk.runs.base import Run
 from cuk.runs.memory import gpu_buffers
 from cuk.task import Task, ceil_div, pack_args
+from cuk.timeline import EVENTS, Timeline
 
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
@@ -114,16 +115,17 @@ def kernel_name(op: Op) -> str:
     return f"cuk_{op.kind}"
 
 
-def source_for(op: Op, *, teams: int, pdl: bool, trigger: str) -> str:
+def source_for(op: Op, *, teams: int, pdl: bool, trigger: str, trace: bool = False) -> str:
     """The translation unit of one op's kernel, which carries the op's kind in its name."""
     threads = teams * THREADS_PER_TEAM
+    parameter, tracer, argument = (", cuk::u64* events", ", cuk::Trace", ", cuk::Trace{events}") if trace else ("", "", "")
     registers = min(op.task.max_registers, REGISTERS_PER_SM // threads // 8 * 8)
     return (
         '#include "kernels/separate.cuh"\n'
         f'#include "{op.task.header}"\n'
         f'extern "C" __global__ void __maxnreg__({registers})\n'
-        f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch) {{\n"
-        f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}>(args, launch);\n"
+        f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch{parameter}) {{\n"
+        f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}{tracer}>(args, launch{argument});\n"
         "}\n"
     )
 
@@ -141,19 +143,21 @@ def compile_all(ops: Sequence[Op], sources: Sequence[str]) -> list[Cubin]:
 
 
 class SeparateRun(Run):
-    """One kernel per op. Switches: teams of each CTA; stages of each team's ring (None: as many as leave room for `ctas_per_sm` CTAs
-    on an SM, the successor's beside this kernel's own)."""
+    """One kernel per op. Switches: teams of a CTA, where its SM has more than three tasks (else a team a task); stages of each team's
+    ring (None: as many as leave room for `ctas_per_sm` CTAs on an SM, the successor's beside this kernel's own); trace: each CTA
+    notes when it started, waited, … (see `timeline`), in kernels of their own: without it there is no trace of tracing."""
 
-    switches = {"teams": 2, "stages": None, "ctas_per_sm": 2}
+    switches = {"teams": 2, "stages": None, "ctas_per_sm": 2, "trace": False}
     programmatic = False
 
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
-        ctas_per_sm: int, prefetch: bool | int = True, trigger: str = "start",
+        ctas_per_sm: int, trace: bool, prefetch: bool | int = True, trigger: str = "start",
     ):  # fmt: skip
         _check_switches(teams, stages, ctas_per_sm, prefetch, trigger)
         super().__init__(program, {name: value for name, value in
-                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "prefetch": prefetch, "trigger": trigger}.items()
+                                   {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "trace": trace, "prefetch": prefetch,
+                                    "trigger": trigger}.items()
                                    if name in self.switches})  # fmt: skip
         if missing := gpu_missing():
             raise RuntimeError(f"run {self.name!r} needs a GPU: {missing}")
@@ -167,8 +171,10 @@ class SeparateRun(Run):
             fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
                     for i, op in enumerate(program.ops)]  # fmt: skip
             sources = [
-                source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger) for op, fit in zip(program.ops, fits, strict=True)
+                source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace)
+                for op, fit in zip(program.ops, fits, strict=True)
             ]
+            self._events = cupy.zeros((len(program.ops), self.machine.num_sms, len(EVENTS)), np.uint64) if trace else None
             self.cubins = {op.kind: cubin for op, cubin in zip(program.ops, compile_all(program.ops, sources), strict=True)}
             self.footprints = {op.kind: fit for op, fit in zip(program.ops, fits, strict=True)}
             self.resources = {kind: cubin.resources for kind, cubin in self.cubins.items()}
@@ -178,7 +184,7 @@ class SeparateRun(Run):
                     functions[op.kind],
                     grid=self.machine.num_sms,
                     block=fit.threads,
-                    args=(self._pack(i, op), fit.pack()),
+                    args=(self._pack(i, op), fit.pack(), *([self._events[i]] if trace else [])),
                     smem_bytes=fit.smem_bytes,
                     programmatic=self.programmatic and i > 0,
                     name=op.name,
@@ -205,6 +211,14 @@ class SeparateRun(Run):
             mapped = key in op.task.tensor_maps
             pointers[key] = self._maps.data.ptr + 128 * index if mapped else self._address(view)
         return pack_args(op.task.fields, {**pointers, **op.task.scalars})
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each CTA of the last step did what. Raises ValueError unless the run was built with trace=True."""
+        if self._events is None:
+            raise ValueError("this run was built without tracing: build it with trace=True")
+        self.synchronize()
+        return Timeline([op.name for op in self.program.ops], self._events.get())
 
     @property
     def source(self) -> dict[str, str]:

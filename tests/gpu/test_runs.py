@@ -85,6 +85,18 @@ def test_programmatic_edges_are_captured(stepped):
     assert build(stepped.program, "graph", buffers=stepped.buffers).graph.num_programmatic_edges == 0
 
 
+def test_a_traced_run_leaves_the_same_bits_and_says_when(stepped):
+    run = build(stepped.program, "pdl", buffers=stepped.buffers, trace=True)
+    check_bitwise(run, stepped)
+    run()
+    rows = run.timeline.rows()
+    assert [row["op"] for row in rows] == [op.name for op in stepped.program.ops]
+    for row in rows[1:]:  # no CTA returns from its wait before the op before has ended, give or take the timer's step
+        assert row["waited_min"] > -1.1 and row["end_max"] > row["waited_min"]
+    with pytest.raises(ValueError, match="trace=True"):
+        _ = build(stepped.program, "pdl", buffers=stepped.buffers).timeline
+
+
 def test_a_users_task_runs_in_every_run():
     path = Path(__file__).parents[2] / "examples" / "scale.py"
     spec = importlib.util.spec_from_file_location("scale_example", path)

@@ -292,6 +292,9 @@ inline void mbarrier_wait(u64* word, u32 parity) {
   while (!mbarrier_try_wait(word, parity)) emulator::yield();
 }
 
+inline u64 global_nanoseconds() { return static_cast<u64>(emulator::cta->events) + 1; }
+inline u32 sm_id() { return static_cast<u32>(emulator::block_index.x); }
+
 inline bool elect_one() { return emulator::cta->current % 32 == 0; }
 inline u64 evict_first_policy() { return 0; }
 
