@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -29,6 +34,16 @@ def alone(task: Task, positions=None, **values) -> Program:
         views[name] = program.buffer(name, operand.shape, operand.dtype, operand.role, None if written else init)
     program.op(type(task).__name__.lower(), task, **views)
     return program
+
+
+def example() -> ModuleType:
+    """examples/scale.py: a task from outside the package."""
+    path = Path(__file__).parents[1] / "examples" / "scale.py"
+    spec = importlib.util.spec_from_file_location("scale_example", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 batches = st.integers(1, 16)

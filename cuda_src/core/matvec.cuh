@@ -59,20 +59,26 @@ struct Matvec {
     return kStreamX ? 0 : round_up(batch * (x_pitch(k) + 4 * ceil_div(k, kSegmentK)), 16);
   }
 
-  // ---- producer, one lane: a chunk of the tile's columns ----
-  static __device__ int num_chunks(int k) { return ceil_div(k, kChunkK); }
+  // ---- producer, one lane: a chunk of the tile's columns. What the projections' Args have in common: x, batch, k ----
+  static __device__ int chunks_of(int k) { return ceil_div(k, kChunkK); }
+  template <class Args>
+  static __device__ int num_chunks(const Args& a, Tile) {
+    return chunks_of(a.k);
+  }
   static __device__ u32 columns_bytes(int k, int chunk) { return 2u * static_cast<u32>(min(kChunkK, k - chunk * kChunkK)); }
-  static __device__ u32 chunk_bytes(int batch, int k, int chunk) {
-    return kStageWeights + (kStreamX ? columns_bytes(k, chunk) * static_cast<u32>(batch) : 0u);
+  template <class Args>
+  static __device__ u32 chunk_bytes(const Args& a, Tile, int chunk) {
+    return kStageWeights + (kStreamX ? columns_bytes(a.k, chunk) * static_cast<u32>(a.batch) : 0u);
   }
   static __device__ void load_weights(const Filling& filling, const TensorMap* w, int row, int head, int chunk) {
     filling.tile(w, row, 0, chunk * (kChunkK / kBlockK), head);
   }
-  static __device__ void load_x(const Filling& filling, const bf16* x, int batch, int k, int chunk) {
-    const u32 bytes = columns_bytes(k, chunk);
+  template <class Args>
+  static __device__ void load_dependent(const Args& a, Tile, int chunk, const Filling& filling) {
+    const u32 bytes = columns_bytes(a.k, chunk);
 #pragma unroll 1
-    for (int b = 0; b < batch; ++b)
-      filling.copy(kStageWeights + b * kXPitch, x + static_cast<size_t>(b) * k + chunk * kChunkK, bytes);
+    for (int b = 0; b < a.batch; ++b)
+      filling.copy(kStageWeights + b * kXPitch, a.x + static_cast<size_t>(b) * a.k + chunk * kChunkK, bytes);
   }
 
   // ---- crew: x into shared memory, times the norm's weight where there is one, and the squares of x summed ----
@@ -136,16 +142,16 @@ struct Matvec {
   }
 
   // What a projection does once an op: x staged, or merely waited for when it comes through the ring.
-  template <bool kNorm, class Policy>
-  static __device__ void prepare_x(const bf16* x, const bf16* norm, int batch, int k, float eps, const Crew& crew,
-                                   const Team& team, char* shared, char* scratch, Policy& policy) {
+  template <bool kNorm, class Args, class Policy>
+  static __device__ void prepare_x(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
+                                   Policy& policy) {
     static_assert(!(kNorm && kStreamX), "a streamed x is normalised by an op of its own");
     if constexpr (kStreamX) {
       policy.wait();
       crew.sync();
     } else {
-      stage_x<kNorm>(x, norm, batch, k, shared, crew, policy);
-      if constexpr (kNorm) reduce_squares(batch, k, eps, shared, scratch, team);
+      stage_x<kNorm>(a.x, a.norm, a.batch, a.k, shared, crew, policy);
+      if constexpr (kNorm) reduce_squares(a.batch, a.k, a.eps, shared, scratch, team);
     }
   }
 
@@ -171,7 +177,7 @@ struct Matvec {
     x.active[0] = g < batch;
     x.active[1] = g + 8 < batch;
     x.high = high;
-    const int chunks = num_chunks(k);
+    const int chunks = chunks_of(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const char* stage = ring.wait();

@@ -20,19 +20,14 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
     float eps;
   };
 
-  static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.k); }
-  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) { return Base::chunk_bytes(a.batch, a.k, chunk); }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
     Base::load_weights(filling, a.w, task * 4, 0, chunk);
-  }
-  static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
-    Base::load_x(filling, a.x, a.batch, a.k, chunk);
   }
 
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
                                  Policy& policy) {
-    Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.k, a.eps, crew, team, shared, scratch, policy);
+    Base::template prepare_x<kNorm>(a, crew, team, shared, scratch, policy);
   }
 
   template <class Policy>

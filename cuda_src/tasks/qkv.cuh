@@ -1,7 +1,7 @@
 // [q; k; v][b, :] = w @ RmsNorm(x[b, :]);  q and k rotated by RoPE at position p = positions[b];  k and v appended to the cache
-// at p. x: [batch, hidden]   w: [(heads + 2 kv_heads) * kHeadDim, hidden]   rope: [capacity, kHeadDim / 2] (cos, sin)
+// at p. x: [batch, k]   w: [(heads + 2 kv_heads) * kHeadDim, k]   rope: [capacity, kHeadDim / 2] (cos, sin)
 // q: [batch, heads * kHeadDim]   k_cache, v_cache: [batch, kv_heads, capacity, kHeadDim].
-// One task: rows i … i + 3 and i + kHeadDim / 2 … of one head (the pairs that RoPE turns), 16 * hidden bytes.
+// One task: rows i … i + 3 and i + kHeadDim / 2 … of one head (the pairs that RoPE turns), 16 * k bytes.
 #pragma once
 
 #include "core/matvec.cuh"
@@ -21,22 +21,17 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
     const float2* rope;
     const int* positions;
     bf16 *q, *k_cache, *v_cache;
-    int batch, hidden, heads, kv_heads, capacity;
+    int batch, k, heads, kv_heads, capacity;
     float eps;
   };
 
   static __device__ int dim(int task, int row) { return task % kTilesPerHead * 4 + row % 4 + row / 4 * (kHeadDim / 2); }
   // Shared memory after x: rows of the rope table [batch, kHeadDim / 2], positions [batch].
   static __device__ int* positions_in(const Args& a, char* shared) {
-    return reinterpret_cast<int*>(shared + Base::x_bytes(a.batch, a.hidden) + a.batch * kHeadDim * 4);
+    return reinterpret_cast<int*>(shared + Base::x_bytes(a.batch, a.k) + a.batch * kHeadDim * 4);
   }
-  static __device__ int num_chunks(const Args& a, int) { return Base::num_chunks(a.hidden); }
-  static __device__ u32 chunk_bytes(const Args& a, int, int chunk) { return Base::chunk_bytes(a.batch, a.hidden, chunk); }
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
     Base::load_weights(filling, a.w, task % kTilesPerHead * 4, task / kTilesPerHead, chunk);
-  }
-  static __device__ void load_dependent(const Args& a, int, int chunk, const Filling& filling) {
-    Base::load_x(filling, a.x, a.batch, a.hidden, chunk);
   }
 
   template <class Policy>
@@ -44,7 +39,7 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
                                  Policy& policy) {
     // Positions and their rows of the table: no kernel of this step writes them, so they are fetched before the wait.
     int* positions = positions_in(a, shared);
-    float2* turns = reinterpret_cast<float2*>(shared + Base::x_bytes(a.batch, a.hidden));
+    float2* turns = reinterpret_cast<float2*>(shared + Base::x_bytes(a.batch, a.k));
     constexpr int kHalf = kHeadDim / 2;
 #pragma unroll 1
     for (int i = crew.thread; i < a.batch * kHalf; i += crew.num_threads) {
@@ -52,7 +47,7 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
       turns[i] = a.rope[static_cast<size_t>(position) * kHalf + i % kHalf];
       if (i % kHalf == 0) positions[i / kHalf] = position;
     }
-    Base::template prepare_x<kNorm>(a.x, a.norm, a.batch, a.hidden, a.eps, crew, team, shared, scratch, policy);
+    Base::template prepare_x<kNorm>(a, crew, team, shared, scratch, policy);
   }
 
   template <class Policy>
@@ -61,14 +56,14 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;
     const int d = dim(task, row), head = task / kTilesPerHead;
     const bool rotated = head < a.heads + a.kv_heads;
-    float y = Base::sums(ring, team, a.batch, a.hidden, shared, scratch, iteration);
+    float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: the pair is exchanged within one
     if (kNorm && b < a.batch) y *= Base::inverse_rms(scratch)[b];
     const float pair = __shfl_xor_sync(kFullMask, y, 4);
     if (b >= a.batch) return;
     const int position = positions_in(a, shared)[b];
     const float2 turn =
-        reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.hidden))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];
+        reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.k))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];
     if (rotated) y = fmaf(y, turn.x, row < 4 ? -(pair * turn.y) : pair * turn.y);
     if (head < a.heads) {
       a.q[(static_cast<size_t>(b) * a.heads + head) * kHeadDim + d] = to_bf16(y);

@@ -27,7 +27,7 @@ class Qkv(MatvecTask):
     fields = tuple(
         Field(name, kind)
         for name, kind in [("w", "ptr"), ("x", "ptr"), ("norm", "ptr"), ("rope", "ptr"), ("positions", "ptr"), ("q", "ptr"),
-                           ("k_cache", "ptr"), ("v_cache", "ptr"), ("batch", "i32"), ("hidden", "i32"), ("heads", "i32"),
+                           ("k_cache", "ptr"), ("v_cache", "ptr"), ("batch", "i32"), ("k", "i32"), ("heads", "i32"),
                            ("kv_heads", "i32"), ("capacity", "i32"), ("eps", "f32")]
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ class Qkv(MatvecTask):
 
     @property
     def scalars(self) -> dict[str, int | float]:
-        return {"batch": self.batch, "hidden": self.k, "heads": self.heads, "kv_heads": self.kv_heads,
+        return {"batch": self.batch, "k": self.k, "heads": self.heads, "kv_heads": self.kv_heads,
                 "capacity": self.capacity, "eps": self.eps}  # fmt: skip
 
     @property

@@ -1,6 +1,5 @@
 """stream, graph and pdl leave the same bits whatever their switches; a replay changes nothing; transformers agrees; the sanitizer is silent."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from cuk.programs import chain, llama
 from cuk.runs import build, check
 from cuk.runs.check import check_bitwise
 from cuk.runs.memory import to_numpy
+from tests.alone import example as scale_example
 
 SMALL = dict(
     hidden_size=264, intermediate_size=520, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=1003, head_dim=64
@@ -98,12 +98,7 @@ def test_a_traced_run_leaves_the_same_bits_and_says_when(stepped):
 
 
 def test_a_users_task_runs_in_every_run():
-    path = Path(__file__).parents[2] / "examples" / "scale.py"
-    spec = importlib.util.spec_from_file_location("scale_example", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    program = module.program()
+    program = scale_example().program()
     stream = cuk.build(program, "stream")
     cuk.check({"stream": stream, **{name: cuk.build(program, name, buffers=stream.buffers) for name in ("graph", "pdl")}})
 

@@ -1,9 +1,5 @@
 """Every kernel of every program compiles without spilling, and its arguments pack as the compiler lays them out."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from cuk.compile import compile, layout
@@ -11,6 +7,7 @@ from cuk.machine import Footprint, Machine
 from cuk.programs import chain, llama
 from cuk.runs.separate import TRIGGERS, footprint, kernel_name, source_for
 from cuk.task import args_offsets
+from tests.alone import example
 
 WIDE = dict(
     hidden_size=4096,
@@ -83,12 +80,7 @@ def test_a_task_that_does_not_fit_says_what_it_needs():
 
 
 def test_a_users_task_compiles_and_packs():
-    path = Path(__file__).parents[2] / "examples" / "scale.py"
-    spec = importlib.util.spec_from_file_location("scale_example", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    op = module.program().ops[0]
+    op = example().program().ops[0]
     assert compile(source_for(op, teams=1, pdl=True, trigger="start"), name=kernel_name(op)).resources.spill_bytes == 0
     found = layout(f'#include "{op.task.header}"', "example::Scale::Args", [f.name for f in op.task.fields])
     assert (found.offsets, found.size) == args_offsets(op.task.fields)
