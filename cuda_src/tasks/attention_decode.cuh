@@ -6,9 +6,10 @@
 // The p old positions come through the ring, without waiting for any kernel of this step: they were written in earlier steps.
 // The new position, which this step's Qkv appends, is read from global memory after the wait, by the last range.
 //
-// A ring stage holds kPositions positions of K, then of V, each as four blocks of rows padded by 32 bytes: column pair t of the
-// score tile is two rows of block t, which makes the transposed reads of V free of bank conflicts. Each warp keeps its own running
-// maximum, sum and output over two rows of each block; the warps merge in index order at the end of the task.
+// A ring stage holds kPositions positions of K, in one piece, then of V as four blocks of rows padded by 32 bytes: column pair t of the
+// score tile is two rows of block t, which makes the transposed reads of V free of bank conflicts. (Padding K the same way would not
+// spare it its two-way conflict, and each copy costs its issuer about 100 cycles.) Each warp keeps its own running maximum, sum and
+// output over two rows of each block; the warps merge in index order at the end of the task.
 #pragma once
 
 #include "core/ring.cuh"
@@ -25,8 +26,9 @@ struct AttentionDecode {
   static constexpr int kPositions = 64 * 64 / kHeadDim;  // of one stage
   static constexpr int kBlockRows = kPositions / 4;
   static constexpr int kRowBytes = kHeadDim * 2;
-  static constexpr int kBlockPitch = kBlockRows * kRowBytes + 32;
-  static constexpr int kOctets = kPositions / 32;  // groups of eight positions that a warp takes from a stage
+  static constexpr int kKeyBytes = kPositions * kRowBytes;
+  static constexpr int kBlockPitch = kBlockRows * kRowBytes + 32;  // of V
+  static constexpr int kOctets = kPositions / 32;                  // groups of eight positions that a warp takes from a stage
   static constexpr int kWidths = kHeadDim / 64;
   static constexpr int kFreshOffset = 16, kMergeOffset = 16 + 6 * kRowBytes;
 
@@ -74,12 +76,12 @@ struct AttentionDecode {
   static __device__ void load_independent(const Args& a, const Tile& w, int chunk, const Filling& filling) {
     const int first = (w.first + chunk) * kPositions, left = w.position - first;
     const size_t at = w.cache + static_cast<size_t>(first) * kHeadDim;
+    filling.copy(0, a.k_cache + at, static_cast<u32>(min(kPositions, left)) * kRowBytes);
 #pragma unroll
-    for (int block = 0; block < 8; ++block) {
-      const int row = block % 4 * kBlockRows, rows = min(kBlockRows, left - row);
+    for (int block = 0; block < 4; ++block) {
+      const int row = block * kBlockRows, rows = min(kBlockRows, left - row);
       if (rows > 0)
-        filling.copy(block * kBlockPitch, (block < 4 ? a.k_cache : a.v_cache) + at + row * kHeadDim,
-                     static_cast<u32>(rows) * kRowBytes);
+        filling.copy(kKeyBytes + block * kBlockPitch, a.v_cache + at + row * kHeadDim, static_cast<u32>(rows) * kRowBytes);
     }
   }
   static __device__ void load_dependent(const Args&, const Tile&, int, const Filling&) {}
@@ -190,8 +192,8 @@ struct AttentionDecode {
       int offset, left;
       if (chunk < w.last) {
         const char* stage = ring.wait();
-        k_row = stage + (g / 2) * kBlockPitch + (warp * kOctets * 2 + g % 2) * kRowBytes + t * 16;
-        v_row = stage + (4 + t) * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16;
+        k_row = stage + (g / 2 * kBlockRows + warp * kOctets * 2 + g % 2) * kRowBytes + t * 16;
+        v_row = stage + kKeyBytes + t * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16;
         offset = t * kBlockRows + warp * kOctets * 2;
         left = w.position - chunk * kPositions;
       } else {  // only position 0 of warp 0 counts

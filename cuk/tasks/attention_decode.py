@@ -64,7 +64,7 @@ class AttentionDecode(Task):
 
     @property
     def stage_bytes(self) -> int:
-        return round_up(8 * (self.positions_per_stage // 4 * self.head_dim * 2 + 32), 1024)
+        return round_up(2 * self.positions_per_stage * self.head_dim * 2 + 4 * 32, 1024)
 
     def stages_of_team(self, tasks: int) -> int:
         """For `context` old positions and up to one stage more in each range: a longer context only takes turns in the ring."""
