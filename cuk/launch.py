@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-MAX_CLUSTER = 8  # portable cluster size
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
+"""CTAs of a cluster: on every GPU that has clusters; on an H200, for a kernel that asks for it (CUDA C++ programming guide)."""
 
 
 class LaunchError(RuntimeError):
@@ -66,8 +67,8 @@ class Launch:
     launch before. cooperative: grid-wide synchronization is used, so all CTAs must be resident. resident: likewise, for grids that
     synchronize by their own means. cluster: CTAs of a cluster, along x or a triple.
 
-    Raises ValueError for sizes out of range and arguments that the kernel does not take, LaunchError for a grid that must be
-    resident and cannot be, with the arithmetic."""
+    Raises ValueError for sizes out of range and arguments that the kernel does not take, LaunchError for a footprint that no SM has
+    room for and for a grid that must be resident and cannot be, with the arithmetic."""
 
     def __init__(
         self,
@@ -88,7 +89,9 @@ class Launch:
         self.block = _shape("block", block, (1024, 1024, 64))
         if np.prod(self.block) > 1024:
             raise ValueError(f"block={block}: {np.prod(self.block)} threads, a CTA can have 1024")
-        self.cluster = None if cluster is None else _shape("cluster", cluster, (16, 16, 16))
+        self.cluster = None if cluster is None else _shape("cluster", cluster, (MAX_CLUSTER,) * 3)
+        if self.cluster and np.prod(self.cluster) > MAX_CLUSTER:
+            raise ValueError(f"cluster={cluster}: {np.prod(self.cluster)} CTAs, a cluster can have {MAX_CLUSTER}")
         self.smem_bytes = int(smem_bytes)
         self.programmatic = programmatic
         self._keep = (function, tuple(args))
@@ -111,7 +114,7 @@ class Launch:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = self.cluster
             attributes.append(attribute)
-            if np.prod(self.cluster) > MAX_CLUSTER:
+            if np.prod(self.cluster) > PORTABLE_CLUSTER:
                 self._set(driver, "CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
@@ -120,7 +123,9 @@ class Launch:
         config.attrs = attributes
         config.numAttrs = len(attributes)
         self._config, self._launch, self._stream_type = config, driver.cuLaunchKernelEx, driver.CUstream
-        if cooperative or resident:
+        if self.cluster:
+            self._require_resident_clusters(driver, whole_grid=cooperative or resident)
+        elif cooperative or resident:
             self._require_resident(driver)
 
     def __call__(self, stream: Any = None) -> None:
@@ -152,12 +157,28 @@ class Launch:
         if int(status):
             raise LaunchError(f"{self.name}: {attribute}={value}: {_explain(status)}")
 
+    def _get(self, driver: Any, attribute: str) -> int | None:
+        status, value = driver.cuFuncGetAttribute(getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}"), self.handle)
+        return None if int(status) else value
+
     def _prepare_function(self, driver: Any) -> None:
-        # Only ever raised: one function may be launched with several sizes.
-        attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
-        status, known = driver.cuFuncGetAttribute(getattr(driver.CUfunction_attribute, attribute), self.handle)
-        if int(status) or self.smem_bytes > known:
-            self._set(driver, attribute, self.smem_bytes)
+        threads, most = int(np.prod(self.block)), self._get(driver, "MAX_THREADS_PER_BLOCK")
+        if most and threads > most:
+            raise LaunchError(
+                f"{self.name}: block={self.block} is {threads} threads, the kernel can have {most} with its {self._get(driver, 'NUM_REGS')} "
+                f"registers a thread and its launch bounds; take fewer threads or compile it for more"
+            )
+        known = self._get(driver, "MAX_DYNAMIC_SHARED_SIZE_BYTES")
+        if known is None or self.smem_bytes > known:  # only ever raised: one function may be launched with several sizes
+            try:
+                self._set(driver, "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", self.smem_bytes)
+            except LaunchError as error:
+                import cupy
+
+                limit, static = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"], self._get(driver, "SHARED_SIZE_BYTES")
+                raise LaunchError(
+                    f"{self.name}: smem_bytes={self.smem_bytes} beside {static} bytes of static shared memory, a CTA can have {limit} in all ({error})"
+                ) from None
         # The largest carve-out, always: it decides which kernels can share an SM.
         self._set(driver, "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
 
@@ -189,9 +210,29 @@ class Launch:
         ctas = int(np.prod(self.grid, dtype=np.int64))
         if ctas > each * sms:
             raise LaunchError(
-                f"{self.name}: all {ctas} CTAs of grid={self.grid} must be resident, but {each} CTAs of {threads} threads and {self.smem_bytes} "
-                f"bytes of shared memory fit an SM, {each} * {sms} SMs = {each * sms}; take a smaller grid or footprint"
+                f"{self.name}: all {ctas} CTAs of grid={self.grid} must be resident, but {each} CTAs of {self._footprint(driver)} fit an SM, "
+                f"{each} * {sms} SMs = {each * sms}; take a smaller grid or footprint"
             )
+
+    def _require_resident_clusters(self, driver: Any, whole_grid: bool) -> None:
+        """A cluster needs one GPC, and how many SMs each has differs from chip to chip: only the driver knows what fits."""
+        status, most = driver.cuOccupancyMaxActiveClusters(self.handle, self._config)
+        if int(status):
+            raise LaunchError(f"{self}: cluster={self.cluster}: {_explain(status)}")
+        size, ctas = int(np.prod(self.cluster)), int(np.prod(self.grid, dtype=np.int64))
+        if most < 1:
+            raise LaunchError(
+                f"{self.name}: no cluster of {size} CTAs of {self._footprint(driver)} fits the GPU; take a smaller cluster or footprint"
+            )
+        if whole_grid and ctas > most * size:
+            raise LaunchError(
+                f"{self.name}: all {ctas} CTAs of grid={self.grid} must be resident, but {most} clusters of {size} CTAs of "
+                f"{self._footprint(driver)} fit the GPU, {most} * {size} = {most * size}; take a smaller grid, cluster or footprint"
+            )
+
+    def _footprint(self, driver: Any) -> str:
+        registers, static = self._get(driver, "NUM_REGS"), self._get(driver, "SHARED_SIZE_BYTES") or 0
+        return f"{np.prod(self.block)} threads, {registers} registers a thread and {self.smem_bytes + static} bytes of shared memory"
 
 
 def encode_tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
@@ -232,6 +273,8 @@ def _parameter(value: Any) -> Any:
     if isinstance(value, bool):
         return ctypes.c_bool(value)
     if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise ValueError(f"a kernel argument of {value} does not fit 64 bits")
         return ctypes.c_int32(value) if -(2**31) <= value < 2**31 else ctypes.c_int64(value)
     if isinstance(value, float):
         return ctypes.c_double(value)
@@ -251,12 +294,14 @@ class Graph:
 
     def __init__(self, graph: Any, launches: Sequence[Launch]):
         driver = _driver()
-        self._graph, self._keep = graph, tuple(launches)
-        status, _, self.num_nodes = driver.cuGraphGetNodes(graph, 0)
-        self.num_programmatic_edges = _programmatic_edges(driver, graph)
-        status, self._executable = driver.cuGraphInstantiate(graph, 0)
+        self._graph, self._executable, self._keep = graph, None, tuple(launches)
+        status, _, num_nodes = driver.cuGraphGetNodes(graph, 0)
+        self.num_nodes = None if int(status) else num_nodes
+        self.num_programmatic_edges = _programmatic_edges(graph, self.num_nodes)
+        status, executable = driver.cuGraphInstantiate(graph, 0)
         if int(status):
             raise LaunchError(f"graph of {len(launches)} launches: {_explain(status)}")
+        self._executable = executable
         self._launch, self._stream_type = driver.cuGraphLaunch, driver.CUstream
 
     def launch(self, stream: Any = None) -> None:
@@ -272,7 +317,8 @@ class Graph:
     def __del__(self):
         try:
             driver = _driver()
-            driver.cuGraphExecDestroy(self._executable)
+            if self._executable is not None:
+                driver.cuGraphExecDestroy(self._executable)
             driver.cuGraphDestroy(self._graph)
         except Exception:  # the interpreter or the context may be gone already
             pass
@@ -281,16 +327,18 @@ class Graph:
         return f"<Graph of {self.num_nodes} kernels, {self.num_programmatic_edges} programmatic edges>"
 
 
-def capture(launches: Sequence[Launch]) -> Graph:
+def capture(launches: Sequence[Launch], stream: Any = None) -> Graph:
     """A CUDA graph of launches, each following the one before; those with `programmatic` by a programmatic edge.
 
+    stream: the CuPy stream to capture on, not the default one; without it a stream of its own. Nothing runs on it.
     Raises ValueError for an empty sequence, LaunchError when the driver refuses."""
     if not launches:
         raise ValueError("nothing to capture: give at least one Launch")
-    import cupy
-
     driver = _driver()
-    stream = cupy.cuda.Stream(non_blocking=True)
+    if stream is None:
+        import cupy
+
+        stream = cupy.cuda.Stream(non_blocking=True)
     handle = driver.CUstream(stream.ptr)
     (status,) = driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     if int(status):
@@ -298,20 +346,38 @@ def capture(launches: Sequence[Launch]) -> Graph:
     try:
         for launch in launches:
             launch(stream)
-    finally:
+    except BaseException:  # the stream must not stay in capture, nor the half graph in memory
         status, graph = driver.cuStreamEndCapture(handle)
+        if not int(status):
+            driver.cuGraphDestroy(graph)
+        raise
+    status, graph = driver.cuStreamEndCapture(handle)
     if int(status):
         raise LaunchError(f"capture: {_explain(status)}")
     return Graph(graph, launches)
 
 
-def _programmatic_edges(driver: Any, graph: Any) -> int | None:
-    """How many edges of the graph are programmatic, asked of the driver; None where its bindings do not tell."""
-    query = getattr(driver, "cuGraphGetEdges_v2", None) or driver.cuGraphGetEdges
-    first = query(graph, 0)
-    if int(first[0]) or len(first) < 5:
+def _programmatic_edges(graph: Any, num_nodes: int | None) -> int | None:
+    """How many edges of the graph are programmatic, asked of the driver; None where it does not tell (before CUDA 12.3).
+
+    Asked of libcuda itself: bindings before the fix of NVIDIA/cuda-python issue 1804 (13.0 among them) return edge data that they have
+    freed. Room is given for an edge a node, enough for a chain: asking for their number first leaves no room for their data, which the
+    driver may refuse (CUDA_ERROR_LOSSY_QUERY) for the very graphs that have programmatic edges."""
+    if not num_nodes:
         return None
-    status, _, _, data, count = query(graph, first[-1])
-    if int(status):
+    try:
+        query = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
+    except (OSError, AttributeError):
         return None
-    return sum(int(edge.type) == int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) for edge in data[:count])
+    origins, targets = (ctypes.c_void_p * num_nodes)(), (ctypes.c_void_p * num_nodes)()
+    edges, count = (_EdgeData * num_nodes)(), ctypes.c_size_t(num_nodes)
+    if query(ctypes.c_void_p(int(graph)), origins, targets, edges, ctypes.byref(count)):
+        return None
+    return sum(edge.type == _EdgeData.PROGRAMMATIC for edge in edges[: count.value])
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData of cuda.h."""
+
+    PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    _fields_ = [("from_port", ctypes.c_ubyte), ("to_port", ctypes.c_ubyte), ("type", ctypes.c_ubyte), ("reserved", ctypes.c_ubyte * 5)]

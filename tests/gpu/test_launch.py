@@ -61,6 +61,39 @@ def test_clusters(module):
     assert cupy.asnumpy(out).tolist() == [400, 401, 402, 403] * 2
 
 
+def test_a_programmatic_launch_after_one_with_a_cluster(module):
+    """In a stream and in a graph, clusters and programmatic edges go together."""
+    out, y, z = cupy.full(8, -1, np.int32), cupy.ones(64, np.float32), cupy.zeros(64, np.float32)
+    launches = [Launch(module.get_function("cluster_rank"), 8, 32, (out,), cluster=4),
+                Launch(module.get_function("consume"), 4, 32, (y, z, 64), programmatic=True, cluster=2)]  # fmt: skip
+    graph = capture(launches)
+    assert (graph.num_nodes, graph.num_programmatic_edges) == (2, 1)
+    graph.launch()
+    assert cupy.asnumpy(out).tolist() == [400, 401, 402, 403] * 2 and float(z.sum()) == 128.0
+
+
+def test_a_chain_of_programmatic_edges_is_counted(module):
+    x, y = cupy.ones(64, np.float32), cupy.zeros(64, np.float32)
+    chain = [Launch(module.get_function("consume"), 1, 64, (x, y, 64), programmatic=i > 0) for i in range(20)]
+    graph = capture(chain)
+    assert (graph.num_nodes, graph.num_programmatic_edges) == (20, 19)
+
+
+def test_a_failure_in_capture_leaves_the_stream_usable(module):
+    x, stream = cupy.zeros(64, np.float32), cupy.cuda.Stream(non_blocking=True)
+    good = Launch(module.get_function("produce"), 1, 64, (x, x, 64))
+    with pytest.raises(TypeError):
+        capture([good, None], stream)
+    assert not stream.is_capturing()
+    assert capture([good], stream).num_nodes == 1
+
+
+def test_clusters_that_cannot_be_resident_are_refused_with_the_arithmetic(module):
+    out = cupy.zeros(100_000, np.int32)
+    with pytest.raises(LaunchError, match=r"all 100000 CTAs .* \d+ clusters of 4 CTAs .* \d+ \* 4 = \d+; take"):
+        Launch(module.get_function("cluster_rank"), 100_000, 1024, (out,), cluster=4, resident=True)
+
+
 def test_another_stream(module):
     x, y = cupy.ones(64, np.float32), cupy.zeros(64, np.float32)
     launch = Launch(module.get_function("produce"), 1, 64, (x, y, 64))
@@ -72,7 +105,7 @@ def test_another_stream(module):
 
 def test_a_grid_that_cannot_be_resident_is_refused_with_the_arithmetic(module):
     x = cupy.zeros(1, np.float32)
-    with pytest.raises(LaunchError, match=r"must be resident, but 2 CTAs of 1024 threads .* 2 \* \d+ SMs = \d+"):
+    with pytest.raises(LaunchError, match=r"must be resident, but 2 CTAs of 1024 threads.* 2 \* \d+ SMs = \d+"):
         Launch(module.get_function("produce"), 100_000, 1024, (x, x, 1), cooperative=True)
     Launch(module.get_function("produce"), 4, 1024, (x, x, 1), cooperative=True)()
 
@@ -100,5 +133,7 @@ def test_bad_sizes_are_named(module):
         Launch(module.get_function("produce"), 3, 32, (x, x, 1), cluster=2)
     with pytest.raises(ValueError, match="nothing to capture"):
         capture([])
-    with pytest.raises(LaunchError, match="SHARED_SIZE"):
+    with pytest.raises(ValueError, match="32 CTAs, a cluster can have 16"):
+        Launch(module.get_function("produce"), 32, 32, (x, x, 1), cluster=(8, 4))
+    with pytest.raises(LaunchError, match=r"smem_bytes=1048576 beside 0 bytes of static .* a CTA can have"):
         Launch(module.get_function("produce"), 1, 32, (x, x, 1), smem_bytes=1 << 20)
