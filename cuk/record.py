@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -16,7 +17,9 @@ from typing import Any
 from cuk.compile import cuda_src
 
 FIELDS = ("study", "machine", "driver", "cuda", "cupy", "commit", "source_sha256", "date", "settings", "rows")
+TEXTS = ("study", "machine", "driver", "cuda", "cupy", "source_sha256", "date")
 ROW_FIELDS = ("program", "run", "settings", "median_us", "iqr_us", "floor_us", "ratio_to_floor", "checked")
+POSITIVE = ("median_us", "floor_us", "ratio_to_floor")
 
 
 def source_sha256() -> str:
@@ -74,26 +77,52 @@ def now() -> str:
 
 def validate(record: Mapping[str, Any], where: str = "record") -> None:
     """Raises ValueError naming the field of a record, or of one of its rows, that is missing or of the wrong kind."""
-    for name in FIELDS:
-        if name not in record:
-            raise ValueError(f"{where}: field {name!r} is missing")
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{where}: is a {type(record).__name__}, must be an object with {', '.join(FIELDS)}")
+    _require(record, FIELDS, where)
+    for name in TEXTS:
+        if not isinstance(record[name], str):
+            raise ValueError(f"{where}: field {name!r} is {record[name]!r}, must be text")
+    if not isinstance(record["commit"], (str, type(None))):
+        raise ValueError(f"{where}: field 'commit' is {record['commit']!r}, must be text, or null outside git")
     if not isinstance(record["rows"], list):
         raise ValueError(f"{where}: field 'rows' must be a list")
     for i, row in enumerate(record["rows"]):
-        for name in ROW_FIELDS:
-            if name not in row:
-                raise ValueError(f"{where}: rows[{i}] has no field {name!r}")
+        _require(row, ROW_FIELDS, f"{where}: rows[{i}]")
+        for name in (*POSITIVE, "iqr_us"):
+            value = row[name]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (name in POSITIVE and value == 0):
+                raise ValueError(
+                    f"{where}: rows[{i}]: field {name!r} is {value!r}, must be a finite number {'above' if name in POSITIVE else 'from'} 0"
+                )
+        if not isinstance(row["settings"], Mapping):
+            raise ValueError(f"{where}: rows[{i}]: field 'settings' is {row['settings']!r}, must be an object")
+        if not isinstance(row["checked"], (str, type(None))):
+            raise ValueError(f"{where}: rows[{i}]: field 'checked' is {row['checked']!r}, must say how, or be null")
+
+
+def _require(given: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    for name in names:
+        if name not in given:
+            raise ValueError(f"{where}: field {name!r} is missing")
 
 
 def write_record(path: str | os.PathLike, record: Mapping[str, Any]) -> None:
-    """Writes a record to `path`: to a file beside it first, which then takes its name. A killed run leaves the old record whole."""
+    """Writes a record to `path`: to a file beside it first, which then takes its name. A killed run leaves the old record whole.
+
+    Raises ValueError for a record that `validate` refuses, and for a NaN or infinity anywhere in it, which JSON does not have."""
     validate(record, str(path))
+    try:
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise ValueError(f"{path}: a value of the record cannot be written as JSON ({error})") from error
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(record, indent=1) + "\n")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -106,8 +135,8 @@ def write_record(path: str | os.PathLike, record: Mapping[str, Any]) -> None:
 def load_record(path: str | os.PathLike) -> dict[str, Any]:
     """A record from its file. Raises ValueError naming what is wrong with it."""
     try:
-        record = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path}: not JSON ({error}); remove it and run the study again") from error
     validate(record, str(path))
     return record

@@ -44,8 +44,31 @@ def test_a_missing_field_is_named(tmp_path, missing):
 
 def test_a_row_without_its_median_is_named(tmp_path):
     rows = [{k: v for k, v in GOOD["rows"][0].items() if k != "median_us"}]
-    with pytest.raises(ValueError, match=r"rows\[0\] has no field 'median_us'"):
+    with pytest.raises(ValueError, match=r"rows\[0\]: field 'median_us' is missing"):
         record.validate({**GOOD, "rows": rows})
+
+
+@pytest.mark.parametrize(("field", "value"), [("median_us", float("nan")), ("median_us", 0), ("floor_us", float("inf")), ("ratio_to_floor", None),
+                                              ("iqr_us", -1.0), ("median_us", "fast"), ("settings", []), ("checked", True)])  # fmt: skip
+def test_a_value_that_no_measurement_gives_is_named_and_the_old_record_stays(tmp_path, field, value):
+    path = tmp_path / "s.json"
+    record.write_record(path, GOOD)
+    with pytest.raises(ValueError, match=rf"rows\[0\]: field '{field}' is"):
+        record.write_record(path, {**GOOD, "rows": [{**GOOD["rows"][0], field: value}]})
+    assert record.load_record(path) == GOOD
+
+
+def test_a_nan_in_any_field_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        record.write_record(tmp_path / "s.json", {**GOOD, "settings": {"x": float("nan")}})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"\xff\xfe", b'{"study": 1}'])
+def test_a_file_of_something_else_is_named(tmp_path, content):
+    (tmp_path / "s.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"s\.json: "):
+        record.load_record(tmp_path / "s.json")
 
 
 def test_a_file_that_is_not_json_is_named(tmp_path):
