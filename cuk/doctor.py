@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cuk.compile import compile, cuda_src
+from cuk.nvrtc import toolkit_include_dirs
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,27 @@ def examine() -> list[Finding]:
             raise RuntimeError(f"{name} has compute capability {properties['major']}.{properties['minor']}; the kernels are built for 9.0")
         return name
 
+    def cupy_version() -> str:
+        import cupy
+
+        built, driver_runs = cupy.cuda.runtime.runtimeGetVersion(), cupy.cuda.runtime.driverGetVersion()
+        if driver_runs and driver_runs // 1000 < built // 1000:
+            raise RuntimeError(
+                f"{cupy.__version__} is for CUDA {built // 1000}, the driver runs up to {driver_runs // 1000}: cuk[cuda{driver_runs // 1000}]"
+            )
+        return cupy.__version__
+
+    def random() -> str:
+        import cupy
+
+        return f"cuRAND {cupy.cuda.curand.getVersion()}"
+
+    def headers() -> str:
+        folders = toolkit_include_dirs()
+        if not folders:
+            raise FileNotFoundError("no folder has them")
+        return str(folders[0])
+
     def compiler() -> str:
         source = '#include "core/ptx.cuh"\nextern "C" __global__ void cuk_doctor(cuk::u32* x) { *x = 1; }\n'
         return f"compiles for sm_90a ({compile(source, name='cuk_doctor').resources.registers} registers)"
@@ -60,8 +82,10 @@ def examine() -> list[Finding]:
         _look("NVRTC and headers", compiler, wheels),
         _look("CUDA bindings", lambda: version("cuda.bindings"), wheels),
         _look("driver", driver, "install NVIDIA's driver (580 or newer for CUDA 13)"),
-        _look("CuPy", lambda: version("cupy"), wheels),
+        _look("CuPy", cupy_version, wheels),
+        _look("random numbers", random, "pip install nvidia-curand, or a CUDA toolkit: CuPy makes the random weights with it"),
         _look("GPU", gpu, "use a machine with a Hopper GPU (H100, H200); without one, `cuk compare` still sizes programs up"),
+        _look("toolkit headers", headers, f"{wheels}: a task of your own may include cuda_bf16.h or cuda/std", needed=False),
         _look("torch", lambda: version("torch"), "pip install 'cuk[models]' for the rivals of `cuk compare --rivals`", needed=False),
         _look("matplotlib", lambda: version("matplotlib"), "pip install 'cuk[figures]' to draw figures from records", needed=False),
     ]

@@ -11,7 +11,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,10 +145,10 @@ def _torch(program: Program, buffers: Mapping[str, Any], name: str, mode: str | 
     if "head_dim" not in program.meta:
         raise ValueError(f"{program.name} is no llama program: PyTorch's step is written for those")
     cupy.cuda.get_current_stream().synchronize()
-    t = {key: _torch_view(value) for key, value in buffers.items() if program.buffers[key].role in ("weight", "table", "index")}
-    k_cache, v_cache = (_torch_view(buffers[key]).clone() for key in ("k_cache", "v_cache"))
     wrap = (lambda f: torch.compile(f, mode=mode, fullgraph=True, dynamic=False)) if mode else (lambda f: f)
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device(cupy.cuda.Device().id):
+        t = {key: _torch_view(value) for key, value in buffers.items() if program.buffers[key].role in ("weight", "table", "index")}
+        k_cache, v_cache = (_torch_view(buffers[key]).clone() for key in ("k_cache", "v_cache"))
         attention = _fastest_attention(program.meta, k_cache, v_cache)
         backend, attend = ATTENTIONS[attention]
         with sdpa_kernel(getattr(SDPBackend, backend)):
@@ -222,15 +221,14 @@ WORKSPACE_BYTES = 32 << 20  # what cuBLAS itself takes on Hopper
 
 
 class _Cublas:
-    """The cuBLAS that CuPy has loaded, with a handle and a workspace of its own. CuPy 14's own wrappers refuse to be captured, and
-    set the stream at every call, which takes a given workspace away again."""
+    """cuBLAS with a handle and a workspace of its own. CuPy 14's wrappers refuse to be captured, and set the stream at every call, which
+    takes a given workspace away again. Raises RuntimeError where the library is not installed or refuses."""
 
     def __init__(self, stream: Any):
         import cupy
-        from cupy_backends.cuda.libs import cublas  # noqa: F401  (loads the library)
+        from cuda.pathfinder import load_nvidia_dynamic_lib
 
-        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcublas.so" in line}
-        self.library = ctypes.CDLL(min(loaded))
+        self.library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
         self.workspace = cupy.empty(WORKSPACE_BYTES, np.uint8)
         self.handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self.handle))
