@@ -1,7 +1,10 @@
 """The protocol of measuring, with a made-up clock: order, statistics, refusals, rows."""
 
+from io import StringIO
+
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cuk import bench
 from cuk.programs import chain
@@ -93,8 +96,66 @@ def test_saving_replaces_rows_of_the_same_settings_only(tmp_path, monkeypatch):
     assert sorted(round(row["median_us"]) for row in rows) == [20, 30]
 
 
-@pytest.mark.parametrize("reader", bench.PROBES)
-def test_probes_compile_without_spills(reader):
-    from cuk.compile import compile
+def test_the_program_is_that_of_the_first_run_and_the_floor_is_measured_once(monkeypatch):
+    measured = []
+    monkeypatch.setattr(bench, "floor_here", lambda: measured.append(1) or FLOOR)
+    run = Fake(10.0)
+    run.program = chain([(64, 64)])
+    table = bench.Table("s")
+    table.add(measure(graph=run, rival=Fake(30.0)), batch=1)
+    assert [row["program"] for row in table.rows] == ["chain"] * 2 and len(measured) == 1
+    with pytest.raises(ValueError, match="variants graph do not tell their program: give program="):
+        table.add(measure(graph=Fake(1.0)), floor=FLOOR)
 
-    assert compile(bench._probe_source(reader[0], reader[1]), name="cuk_probe_read").resources.spill_bytes == 0
+
+def test_every_reason_against_a_row_is_told():
+    slow = bench.Floor(3.9e12, 3.8e12, 4.0e12, "plain", (), why_invalid="a slow probe")
+    table = bench.Table("s")
+    table.add(measure(graph=Fake(10.0), rival=Fake(30.0)), floor=slow, program=chain([(64, 64)]), expected_us={"rival": 20.0},
+              notes={"rival": "wrong [logits]"})  # fmt: skip
+    assert table.rows[0]["invalid"] == "a slow probe"
+    assert all(reason in table.rows[1]["invalid"] for reason in ("wrong [logits]", "a slow probe", "1.1 times"))
+    shown = StringIO()
+    Console(file=shown, width=200).print(table)
+    for text in (shown.getvalue(), table._repr_html_(), repr(table)):
+        assert "wrong [logits]" in text  # brackets are not taken for markup
+    assert not slow.valid and "INVALID: a slow probe" in table._repr_html_()
+
+
+def test_html_is_escaped():
+    table = bench.Table("<s>")
+    table.add(measure(graph=Fake(10.0)), floor=FLOOR, program=chain([(64, 64)]), note="<b>")
+    assert "<s>" not in table._repr_html_() and "<b>" not in table._repr_html_() and "&lt;b&gt;" in table._repr_html_()
+
+
+def test_a_record_tells_its_floors_and_whether_one_makes_it_invalid(monkeypatch):
+    monkeypatch.setattr(bench, "environment", dict)
+    table = bench.Table("s")
+    table.add(measure(graph=Fake(10.0)), floor=FLOOR, program=chain([(64, 64)]))
+    assert table.record()["invalid"] is None
+    table.add(measure(graph=Fake(10.0)), floor=bench.Floor(3e12, 3e12, 3e12, "plain", (), why_invalid="slow"), program=chain([(64, 64)]))
+    assert table.record()["invalid"] == "slow" and len(table.record()["floors"]) == 2
+
+
+def test_what_is_no_record_is_put_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "environment", lambda: {"machine": "m", "driver": "d", "cuda": "c", "cupy": "p", "commit": None})
+    path = tmp_path / "s.json"
+    path.write_text("{half a rec")
+    table = bench.Table("s")
+    table.add(measure(graph=Fake(10.0)), floor=FLOOR, program=chain([(64, 64)]))
+    table.save(path)
+    assert len(bench.load_record(path)["rows"]) == 1
+    assert (tmp_path / "s.json.broken").read_text() == "{half a rec"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("1980, 2619, 0x0000000000000000\n", "1980 MHz SM, 2619 MHz memory, not held back"),
+        ("1980, 2619, 0x0000000000000001", "1980 MHz SM, 2619 MHz memory, not held back"),
+        ("1455, 2619, 0x0000000000000024", "1455 MHz SM, 2619 MHz memory, held back by power cap, temperature (software)"),
+        ("[N/A], 2619, Not Supported", "[N/A], 2619, Not Supported"),
+    ],
+)
+def test_clocks_are_told_in_words(line, told):
+    assert bench._read_clocks(line) == told

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import html
+import os
 import random
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,89 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from cuk.compile import compile
-from cuk.launch import Launch
+from cuk.bench.floor import Floor, floor_here, measure_floor
 from cuk.record import environment, load_record, now, source_sha256, write_record
 
-PROBE_BYTES = 4 << 30
-LEAST_BANDWIDTH = {"h200": 4.1e12}
-"""Bytes per second that a sound probe reads on a machine: a slower one flatters every ratio, and its record is invalid."""
-
-
-# ---- the floor ----
-@dataclass(frozen=True)
-class Floor:
-    """Read bandwidth in bytes per second: the best median over readers and grids (`rows`), with that reader's quartiles."""
-
-    read_bytes_per_s: float
-    low: float
-    high: float
-    best: str
-    rows: tuple[dict[str, Any], ...] = field(repr=False)
-    why_invalid: str | None = None
-
-    def us(self, num_bytes: int) -> float:
-        """Microseconds that so many bytes take at least."""
-        return num_bytes / self.read_bytes_per_s * 1e6
-
-
-def _probe_source(reader: str, arguments: str) -> str:
-    call = "read_plain" if reader == "plain" else "read_bulk"
-    pointer = "const cuk::Vec16*" if reader == "plain" else "const char*"
-    return (
-        '#include "kernels/probe_read.cuh"\n'
-        f'extern "C" __global__ void cuk_probe_read({pointer} data, long long count, cuk::u32* sums) {{ cuk::{call}<{arguments}>(data, count, sums); }}\n'
-    )
-
-
-PROBES = [("plain", "8", 512, 0), ("plain", "4", 1024, 0), ("bulk", "6, 16384", 288, 6 * 16384), ("bulk", "12, 16384", 288, 12 * 16384)]
-"""(reader, template arguments, threads, dynamic shared memory)."""
-
-
-def measure_floor(num_bytes: int = PROBE_BYTES, repeats: int = 5) -> Floor:
-    """Sweeps plain and bulk-copy readers over grids of 1 to 16 CTAs an SM, on `num_bytes` (at least 1 GiB) of random data, and checks
-    that each read all of it. Takes about a second."""
-    import cupy
-
-    if num_bytes < 1 << 30:
-        raise ValueError(f"num_bytes={num_bytes}: must be at least {1 << 30}, many times the L2 cache")
-    from cuk.machine import Machine
-
-    machine = Machine.from_device(cupy.cuda.Device().id)
-    data = cupy.empty(num_bytes // 4, np.uint32)
-    chunk = cupy.random.RandomState(7).randint(0, 1 << 31, 1 << 22, dtype=np.int32).view(np.uint32)
-    for start in range(0, data.size, chunk.size):
-        part = data[start : start + chunk.size]
-        part[...] = chunk[: part.size] + np.uint32(start)
-    expected = int(data.sum(dtype=np.uint64)) & 0xFFFFFFFF
-    sums = cupy.zeros(machine.num_sms * 16, np.uint32)
-    rows = []
-    for reader, arguments, threads, smem in PROBES:
-        function = compile(_probe_source(reader, arguments), name="cuk_probe_read").function()
-        count = num_bytes // 16 if reader == "plain" else num_bytes // 16384
-        for each in (1, 2, 4, 8, 16):
-            if reader == "bulk" and each * (smem + 1024) > machine.smem_per_sm_bytes * 2:
-                continue
-            launch = Launch(function, machine.num_sms * each, threads, (data, np.int64(count), sums), smem_bytes=smem)
-            sums[...] = 0
-            launch()
-            if int(sums.sum(dtype=np.uint64)) & 0xFFFFFFFF != expected:
-                raise AssertionError(f"the {reader} reader <{arguments}> with {each} CTAs an SM did not read every byte")
-            times = [_time(launch, 1) for _ in range(repeats)]
-            low, median, high = np.percentile(times, [25, 50, 75])
-            rows.append({"reader": f"{reader}<{arguments}>", "ctas_per_sm": each, "median": num_bytes / median * 1e6,
-                         "low": num_bytes / high * 1e6, "high": num_bytes / low * 1e6})  # fmt: skip
-    best = max(rows, key=lambda row: row["median"])
-    least = LEAST_BANDWIDTH.get(machine.name, 0)
-    why = f"the probe read {best['median'] / 1e12:.2f} TB/s, under {least / 1e12:.1f}" if best["median"] < least else None
-    return Floor(best["median"], best["low"], best["high"], f"{best['reader']}, {best['ctas_per_sm']} CTAs an SM", tuple(rows), why)
+__all__ = ["Floor", "Measurement", "Table", "floor_here", "interleave", "measure_floor", "results_dir", "row_key"]
 
 
 def _time(call: Callable[[], Any], inner: int) -> float:
-    """Microseconds of one of `inner` back-to-back calls on the current stream, by events."""
+    """Microseconds of one of `inner` back-to-back calls on the current stream, by events. An untimed call comes first: the GPU is then
+    busy while the host enqueues the others, and the caches hold what the same variant leaves behind, not another one."""
     import cupy
 
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    call()
     start.record()
     for _ in range(inner):
         call()
@@ -131,8 +64,11 @@ class Measurement:
         def statistic(a, b, axis=-1):
             return np.median(a, axis=axis) / np.median(b, axis=axis)
 
-        found = bootstrap((mine, theirs), statistic, paired=True, vectorized=True, n_resamples=2000, method="percentile",
-                          rng=np.random.default_rng(seed))  # fmt: skip
+        how = dict(paired=True, vectorized=True, n_resamples=2000, method="percentile")
+        try:
+            found = bootstrap((mine, theirs), statistic, rng=np.random.default_rng(seed), **how)
+        except TypeError:  # SciPy before 1.15 has it under its old name
+            found = bootstrap((mine, theirs), statistic, random_state=np.random.default_rng(seed), **how)
         return value, float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
@@ -140,7 +76,8 @@ def interleave(
     runs: Mapping[str, Callable[[], Any]], *, baseline: str | None = None, repeats: int = 30, inner: int = 10, warmup: int = 3, seed: int = 0,
     timer: Callable[[Callable[[], Any], int], float] | None = None, progress: Callable[[str], None] | None = None,
 ) -> Measurement:  # fmt: skip
-    """Times each variant `repeats` times, `inner` back-to-back calls a time, in an order drawn anew each round.
+    """Times each variant `repeats` times, `inner` back-to-back calls a time, in an order drawn anew each round. A variant is a Run, a
+    rival, or any callable that enqueues its work on the current CuPy stream.
 
     Raises ValueError for a run that is correct by claim and has not been checked in this process: nothing unchecked is timed."""
     if not runs:
@@ -153,8 +90,9 @@ def interleave(
     baseline = baseline if baseline in runs else next(iter(runs))
     order, rng = list(runs), random.Random(seed)
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    clocks = ""
     with _timing_stream(timer is None):
-        timer = timer or _time
+        real, timer = timer is None, timer or _time
         for name in order:
             for _ in range(warmup):
                 runs[name]()
@@ -164,58 +102,98 @@ def interleave(
                 samples[name].append(timer(runs[name], inner))
                 if progress:
                     progress(name)
-    return Measurement({name: np.array(values) for name, values in samples.items()}, baseline, dict(runs), _clocks())
+        if real:
+            clocks = _clocks(lambda: timer(runs[baseline], inner))
+    return Measurement({name: np.array(values) for name, values in samples.items()}, baseline, dict(runs), clocks)
 
 
 @contextlib.contextmanager
 def _timing_stream(real: bool):
-    """A stream of its own, so that nothing else stands between the events."""
+    """A stream of its own, so that nothing else stands between the events; what was enqueued elsewhere is done before."""
     if not real:
         yield
         return
     import cupy
 
+    cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         yield
         stream.synchronize()
 
 
-def _clocks() -> str:
-    """SM clock and why it is held back, as nvidia-smi tells; empty where it cannot."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks_event_reasons.active", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.strip().splitlines()[0]
-    return ""
+def _clocks(load: Callable[[], Any]) -> str:
+    """SM and memory clock under `load`, and what holds them back, as nvidia-smi tells; empty where it cannot."""
+    import cupy
+
+    query = ["nvidia-smi", "-i", cupy.cuda.Device().pci_bus_id, "--query-gpu=clocks.sm,clocks.mem,clocks_event_reasons.active",
+             "--format=csv,noheader,nounits"]  # fmt: skip
+    try:
+        process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return ""
+    try:
+        deadline = time.monotonic() + 10
+        while process.poll() is None and time.monotonic() < deadline:
+            load()
+        return _read_clocks(process.communicate()[0]) if process.poll() == 0 else ""
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+CLOCK_REASONS = {
+    0x2: "application clocks", 0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost", 0x20: "temperature (software)",
+    0x40: "temperature (hardware)", 0x80: "power brake", 0x100: "display clocks",
+}  # fmt: skip
+"""nvmlClocksEventReason* of nvml.h; 0x1, that the GPU is idle, holds nothing back."""
+
+
+def _read_clocks(line: str) -> str:
+    """ "1980 MHz SM, 2619 MHz memory, held back by power cap" from "1980, 2619, 0x0000000000000004"."""
+    parts = [part.strip() for part in line.strip().split(",")]
+    try:
+        sm, memory, active = parts[0], parts[1], int(parts[2], 16)
+    except (IndexError, ValueError):
+        return line.strip()
+    reasons = [name for bit, name in CLOCK_REASONS.items() if active & bit]
+    return f"{sm} MHz SM, {memory} MHz memory, {'held back by ' + ', '.join(reasons) if reasons else 'not held back'}"
 
 
 # ---- tables and records ----
 def results_dir() -> Path:
     """studies/results of the checkout, or of the working directory where the package is installed."""
-    checkout = Path(__file__).resolve().parent.parent / "studies"
+    checkout = Path(__file__).resolve().parents[2] / "studies"
     return (checkout if checkout.is_dir() else Path.cwd() / "studies") / "results"
 
 
 class Table:
-    """Rows of a study. Printed with rich; a plain repr in IPython; saved as a record that keeps rows of other settings."""
+    """Rows of a study. Printed with rich, as text or HTML in IPython; saved as a record that keeps rows of other settings."""
 
     def __init__(self, study: str, baseline: str = "graph", settings: Mapping[str, Any] | None = None):
         self.study, self.baseline, self.settings = study, baseline, dict(settings or {})
         self.rows: list[dict[str, Any]] = []
         self.floors: list[Floor] = []
 
-    def add(self, measurement: Measurement, *, floor: Floor, program: Any, expected_us: Mapping[str, float] | None = None,
+    def add(self, measurement: Measurement, *, floor: Floor | None = None, program: Any = None, expected_us: Mapping[str, float] | None = None,
             notes: Mapping[str, str] | None = None, **settings: Any) -> None:  # fmt: skip
-        """Adds a row for each variant. expected_us: what a rival was measured to take elsewhere; one over 1.1 times that is set up badly, and
-        its row says that it is invalid. notes: why a row is invalid, by variant."""
+        """Adds a row for each variant. floor: by default this device's, measured once a process. program: by default that of the first Run.
+        expected_us: what a rival was measured to take elsewhere; one over 1.1 times that is set up badly, and its row says that it is
+        invalid. notes: why a row is invalid, by variant. Raises ValueError where no variant tells its program and none is given."""
+        program = program or next((run.program for run in measurement.subjects.values() if hasattr(run, "program")), None)
+        if program is None:
+            raise ValueError(f"variants {', '.join(measurement.subjects)} do not tell their program: give program=")
+        floor = floor or floor_here()
         self.floors.append(floor)
         floor_us = floor.us(program.min_bytes)
         for name, run in measurement.subjects.items():
             ratio, low, high = measurement.ratio(name)
             median = measurement.median(name)
-            why = (notes or {}).get(name) or floor.why_invalid
             limit = (expected_us or {}).get(name)
+            reasons = [(notes or {}).get(name), floor.why_invalid]
             if limit and median > 1.1 * limit:
-                why = f"over 1.1 times the {limit:.0f} us that this rival takes elsewhere: not set up as its users would"
+                reasons.append(f"over 1.1 times the {limit:.0f} us that this rival takes elsewhere: not set up as its users would")
+            why = "; ".join(reason for reason in reasons if reason) or None
             resources = getattr(run, "resources", {})
             self.rows.append({
                 "program": program.name, "run": name, "settings": {**settings, **getattr(run, "settings", {})},
@@ -236,42 +214,75 @@ class Table:
             "source_sha256": source_sha256(),
             "date": now(),
             "settings": self.settings,
+            "floors": [{"read_bytes_per_s": f.read_bytes_per_s, "low": f.low, "high": f.high, "best": f.best, "rows": list(f.rows)}
+                       for f in self._floors()],
+            "invalid": "; ".join(f.why_invalid for f in self._floors() if f.why_invalid) or None,
             "rows": self.rows,
-        }
+        }  # fmt: skip
+
+    def _floors(self) -> list[Floor]:
+        return list({id(floor): floor for floor in self.floors}.values())
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Writes the record, by default studies/results/<machine>/<study>.json. Rows there of other settings stay."""
+        """Writes the record, by default studies/results/<machine>/<study>.json. Rows there of other settings stay; a file there that is
+        no record is put aside as <name>.broken."""
         record = self.record()
         path = Path(path) if path else results_dir() / record["machine"] / f"{self.study}.json"
         if path.exists():
-            with contextlib.suppress(ValueError):
-                mine = {row_key(row) for row in self.rows}
+            mine = {row_key(row) for row in self.rows}
+            try:
                 record["rows"] = [row for row in load_record(path)["rows"] if row_key(row) not in mine] + self.rows
+            except ValueError:
+                os.replace(path, path.with_name(f"{path.name}.broken"))
         write_record(path, record)
         return path
 
     def rich(self) -> Any:
         """The table as a rich renderable."""
+        from rich.markup import escape
         from rich.table import Table as RichTable
 
         table = RichTable(title=self.study, title_justify="left", header_style="bold")
-        for title, justify in [("program", "left"), ("run", "left"), ("settings", "left"), ("us", "right"), ("iqr", "right"),
-                               ("x floor", "right"), (f"x {self.baseline}", "right"), ("checked", "left")]:  # fmt: skip
-            table.add_column(title, justify=justify)
+        for title in self._titles():
+            table.add_column(title, justify="right" if title.startswith(("us", "iqr", "x ")) else "left")
         for row in self.rows:
-            ratio, low, high = row["ratio_to_baseline"]
-            mark = f" [red]invalid: {row['invalid']}[/red]" if row["invalid"] else ""
-            table.add_row(row["program"], row["run"], _settings(row["settings"]), f"{row['median_us']:.1f}", f"{row['iqr_us']:.1f}",
-                          f"{row['ratio_to_floor']:.3f}", f"{ratio:.3f} [{low:.3f}, {high:.3f}]", f"{row['checked'] or 'no'}{mark}")  # fmt: skip
+            mark = f" [red]invalid: {escape(row['invalid'])}[/red]" if row["invalid"] else ""
+            cells = [escape(cell) for cell in self._cells(row)]
+            table.add_row(*cells[:-1], cells[-1] + mark)
         return table
+
+    __rich__ = rich
+
+    def _titles(self) -> tuple[str, ...]:
+        return "program", "run", "settings", "us", "iqr", "x floor", f"x {self.baseline}", "checked"
+
+    def _cells(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        ratio, low, high = row["ratio_to_baseline"]
+        return (row["program"], row["run"], _settings(row["settings"]), f"{row['median_us']:.1f}", f"{row['iqr_us']:.1f}",
+                f"{row['ratio_to_floor']:.3f}", f"{ratio:.3f} [{low:.3f}, {high:.3f}]", row["checked"] or "no")  # fmt: skip
+
+    def _floor_lines(self) -> list[str]:
+        return [f"floor: bytes that must move over {f.read_bytes_per_s / 1e12:.3f} TB/s read ({f.best})"
+                + ("" if f.valid else f"; INVALID: {f.why_invalid}") for f in self._floors()]  # fmt: skip
 
     def print(self) -> None:
         from rich.console import Console
 
         console = Console()
-        console.print(self.rich())
-        for floor in {id(f): f for f in self.floors}.values():
-            console.print(f"floor: bytes that must move over {floor.read_bytes_per_s / 1e12:.3f} TB/s read ({floor.best})")
+        console.print(self)
+        for line in self._floor_lines():
+            console.print(line, markup=False)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+
+        def line(cells, tag):
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        rows = [line((*self._cells(row)[:-1], f"{row['checked'] or 'no'}{'; invalid: ' + row['invalid'] if row['invalid'] else ''}"), "td")
+                for row in self.rows]  # fmt: skip
+        below = "".join(f"<div>{html.escape(text)}</div>" for text in self._floor_lines())
+        return f"<table><caption>{html.escape(self.study)}</caption>{line(self._titles(), 'th')}{''.join(rows)}</table>{below}"
 
     def print_and_save(self) -> None:
         self.print()
@@ -282,6 +293,7 @@ class Table:
         for row in self.rows:
             lines.append(
                 f"  {row['program']:14s} {row['run']:16s} {row['median_us']:9.1f} us  {row['ratio_to_floor']:6.3f} x floor  {_settings(row['settings'])}"
+                + (f"  INVALID: {row['invalid']}" if row["invalid"] else "")
             )
         return "\n".join(lines)
 
