@@ -51,9 +51,14 @@ def parser() -> argparse.ArgumentParser:
         default=",".join(RUNS),
         help=f"comma-separated, of {', '.join(r for r in KNOWN_RUNS if r != 'reference')} (default %(default)s)",
     )
-    c.add_argument("--rivals", default="", help=f"comma-separated, of {', '.join(RIVALS)} (default none)")
+    c.add_argument(
+        "--rivals",
+        default="auto",
+        help=f"comma-separated, of {', '.join(RIVALS)}; or none (default: cublas, and torch_graph where torch is installed)",
+    )
     c.add_argument("--repeats", type=int, default=20, help="rounds of interleaved timing (default 20)")
     c.add_argument("--seed", type=int, default=0, help="of the random weights and of the order (default 0)")
+    c.add_argument("--device", type=int, help="CUDA device (default: the current one)")
     c.add_argument("--machine", default="h200", help="stored machine to size the program up on without a GPU (default h200)")
     command("doctor", "Say what this machine has and lacks for the runs, and how to get it.")
     return top
@@ -92,69 +97,27 @@ def _names(text: str, known: Any, what: str) -> list[str]:
 def run_compare(given: argparse.Namespace) -> int:
     program = program_of(given.program, given.batch, given.context)
     runs = _names(given.runs, [r for r in KNOWN_RUNS if r != "reference"], "run")
-    rivals = _names(given.rivals, RIVALS, "rival")
+    rivals = None if given.rivals == "auto" else _names("" if given.rivals == "none" else given.rivals, RIVALS, "rival")
+    if not runs:
+        raise ValueError(f"--runs {given.runs!r} names no run: give some of {', '.join(RUNS)}")
+    if given.repeats < 1:
+        raise ValueError(f"--repeats {given.repeats}: must be at least 1")
     if not has_gpu():
-        return _print_sizes(program, given)
+        sizes = size_up(program, given.machine)
+        if given.json:
+            print(json.dumps(sizes.to_json(), indent=1))
+        else:
+            sizes.print()
+        return 0
     from rich.console import Console
 
     console = Console(stderr=True)
     with console.status("starting") as status:
-        table = compare(program, runs, rivals=rivals, repeats=given.repeats, seed=given.seed, progress=status.update)
+        table = compare(program, runs, rivals=rivals, repeats=given.repeats, seed=given.seed, device=given.device, progress=status.update)
     if given.json:
         print(json.dumps(table.record(), indent=1))
     else:
         table.print()
-        for name, why in table.settings["rivals_failed"].items():
-            print(f"rival {name} could not be set up: {why}")
-    return 0
-
-
-def _print_sizes(program: Program, given: argparse.Namespace) -> int:
-    if program.name == "chain":
-        raise RuntimeError("no GPU (or no CuPy), and a chain has no model to scale down; `cuk doctor` says what is missing")
-    sizes = size_up(program, given.machine)
-    if given.json:
-        print(json.dumps(sizes, indent=1))
-        return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(
-        title=f"{program.name}: computed for the stored machine {given.machine}; NOTHING WAS MEASURED",
-        title_justify="left",
-        header_style="bold",
-    )
-    for title in ("op (not measured)", "count", "tasks each", "MB a step", "GFLOP a step", "floor us (computed)"):
-        table.add_column(title, justify="left" if title.startswith("op") else "right")
-    for row in sizes["ops"]:
-        table.add_row(
-            row["op"],
-            str(row["count"]),
-            str(row["tasks"]),
-            f"{row['bytes'] / 1e6:.2f}",
-            f"{row['flops'] / 1e9:.3f}",
-            f"{row['floor_us']:.2f}",
-        )
-    total = sum(row["floor_us"] for row in sizes["ops"])
-    table.add_row(
-        "whole step",
-        str(len(program.ops)),
-        "",
-        f"{program.min_bytes / 1e6:.2f}",
-        f"{program.flops / 1e9:.3f}",
-        f"{total:.2f}",
-        style="bold",
-    )
-    console.print(table)
-    console.print(
-        f"not measured: floors are bytes over {sizes['read_bytes_per_s'] / 1e12:.2f} TB/s, the {given.machine}'s stored read bandwidth"
-    )
-    console.print(
-        f"not measured: a scaled-down model ran through the NumPy reference here; rounding every result as it is stored moves its logits by "
-        f"{sizes['reference_difference']:.2%} of their RMS"
-    )
-    console.print("not measured: there is no GPU or no CuPy here; `cuk doctor` says what is missing", style="bold")
     return 0
 
 
@@ -170,7 +133,7 @@ def run_doctor(given: argparse.Namespace) -> int:
 
     table = Table(title="cuk doctor", title_justify="left", header_style="bold")
     for title in ("", "what", "found", "what to do"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     for f in findings:
         mark = "[green]yes[/green]" if f.ok else "[red]no[/red]" if f.needed else "[yellow]no[/yellow]"
         table.add_row(mark, f.what, escape(f.found), escape(f.remedy))

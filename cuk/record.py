@@ -19,6 +19,7 @@ from cuk.compile import cuda_src
 FIELDS = ("study", "machine", "driver", "cuda", "cupy", "commit", "source_sha256", "date", "settings", "rows")
 TEXTS = ("study", "machine", "driver", "cuda", "cupy", "source_sha256", "date")
 ROW_FIELDS = ("program", "run", "settings", "median_us", "iqr_us", "floor_us", "ratio_to_floor", "checked")
+TIMES = ("median_us", "iqr_us", "ratio_to_floor")
 POSITIVE = ("median_us", "floor_us", "ratio_to_floor")
 
 
@@ -89,7 +90,8 @@ def validate(record: Mapping[str, Any], where: str = "record") -> None:
         raise ValueError(f"{where}: field 'rows' must be a list")
     for i, row in enumerate(record["rows"]):
         _require(row, ROW_FIELDS, f"{where}: rows[{i}]")
-        for name in (*POSITIVE, "iqr_us"):
+        failed = bool(row.get("invalid")) and all(row[name] is None for name in TIMES)  # could not be set up; `invalid` says why
+        for name in ("floor_us",) if failed else (*POSITIVE, "iqr_us"):
             value = row[name]
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (name in POSITIVE and value == 0):

@@ -8,6 +8,8 @@ python studies/decode.py --list
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import json
 import sys
 from dataclasses import dataclass, field
@@ -48,8 +50,12 @@ PARTS = {
     "1b-1024": Part(
         "llama-3.2-1b", 1, 1024, variants=SWITCHED, rivals=("cublas", "torch_graph", "torch_compile"), bars={"graph": 1.42, "pdl": 1.17}
     ),
-    "1b-16384": Part("llama-3.2-1b", 1, 16384, runs=("graph", "pdl"), variants=WITHOUT_PREFETCH, bars={"pdl": 1.20}, repeats=10),
-    "8b-1024": Part("llama-3.1-8b", 1, 1024, runs=("graph", "pdl"), variants=WITHOUT_PREFETCH, bars={"pdl": 1.08}, repeats=10),
+    "1b-16384": Part(
+        "llama-3.2-1b", 1, 16384, runs=("graph", "pdl"), variants=WITHOUT_PREFETCH, rivals=("torch_graph",), bars={"pdl": 1.20}, repeats=10
+    ),
+    "8b-1024": Part(
+        "llama-3.1-8b", 1, 1024, runs=("graph", "pdl"), variants=WITHOUT_PREFETCH, rivals=("torch_graph",), bars={"pdl": 1.08}, repeats=10
+    ),
 }
 FASTER_THAN_TORCH_COMPILE = 1.45
 
@@ -59,7 +65,7 @@ def is_done(part: Part) -> bool:
     path = results_dir() / Machine.from_device().name / "decode.json"
     if not path.exists():
         return False
-    wanted = {*part.runs, *part.variants}
+    wanted = {*part.runs, *part.variants, *part.rivals}
     found = {
         row["run"] for row in load_record(path)["rows"]
         if row["program"] == part.model and row.get("source_sha256") == source_sha256()
@@ -72,15 +78,18 @@ def run(part: Part, floor: Floor, quick: bool) -> Any:
     """Checks, times and saves one part; returns its table."""
     from rich.console import Console
 
-    with Console(stderr=True).status("starting") as status:
+    console = Console(stderr=True)
+    with console.status("starting") as status:
         table = compare(llama(part.model, batch=part.batch, context=part.context), part.runs, variants=part.variants, rivals=part.rivals, study="decode",
                         floor=floor, repeats=5 if quick else part.repeats, progress=status.update)  # fmt: skip
+    for row in table.rows:
+        row["at_most"] = part.bars.get(row["run"])
     return table
 
 
 def verdicts(part: Part, rows: list[dict[str, Any]]) -> list[str]:
     """A line for each bar: met or missed, with the number."""
-    by_run = {row["run"]: row for row in rows}
+    by_run = {row["run"]: row for row in rows if row["median_us"] is not None}
     lines = [
         f"{'met' if by_run[name]['ratio_to_floor'] <= bar else 'MISSED'}: {name} {by_run[name]['ratio_to_floor']:.3f} x floor, at most {bar}"
         for name, bar in part.bars.items()
@@ -97,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part (may be given again)")
     parser.add_argument("--again", action="store_true", help="measure parts again that the record has from these sources")
-    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 10 or 20")
+    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 10 or 20, for a look: nothing is recorded")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--list", action="store_true", help="list the parts and their bars")
     given = parser.parse_args()
@@ -108,26 +117,36 @@ def main() -> int:
     if not has_gpu():
         print("studies/decode.py: no GPU (or no CuPy) here, and a study only measures; `cuk doctor` says what is missing", file=sys.stderr)
         return 1
-    floor = measure_floor()
+    floor, rows = None, []
+    # With --json standard output is one JSON document.
+    say = functools.partial(print, file=sys.stderr if given.json else sys.stdout, flush=True)
     for name in given.part or PARTS:
         part = PARTS[name]
-        if not given.again and is_done(part):
-            print(f"{name}: the record has it from these sources (--again measures anew)")
+        if not given.again and not given.quick and is_done(part):
+            say(f"{name}: the record has it from these sources (--again measures anew)")
             continue
+        floor = floor or measure_floor()
         table = run(part, floor, given.quick)
-        if given.json:
-            print(json.dumps(table.rows, indent=1))
-        else:
+        rows += table.rows
+        if not given.json:
             table.print()
         for line in verdicts(part, table.rows):
-            print(f"{name}: {line}")
-        for rival, why in table.settings["rivals_failed"].items():
-            print(f"{name}: rival {rival} could not be set up: {why}")
-        print(f"record: {table.save()}", flush=True)
-        import cupy
-
-        cupy.get_default_memory_pool().free_all_blocks()
+            say(f"{name}: {line}")
+        say("quick: not recorded" if given.quick else f"record: {table.save()}")
+        release_memory()
+    if given.json:
+        print(json.dumps(rows, indent=1))
     return 0
+
+
+def release_memory() -> None:
+    """Gives what the part before took back to the driver: the next checks how much is free."""
+    import cupy
+
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
 
 
 if __name__ == "__main__":

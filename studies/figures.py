@@ -22,7 +22,7 @@ def rows_of(machine: str = "h200") -> list[dict]:
     order: dict[tuple, int] = {}
     for row in rows:
         order.setdefault(key(row), len(order))
-    return sorted(rows, key=lambda row: (order[key(row)], -row["median_us"]))
+    return sorted(rows, key=lambda row: (order[key(row)], -(row["median_us"] or float("inf"))))
 
 
 def key(row: dict) -> tuple:
@@ -31,14 +31,18 @@ def key(row: dict) -> tuple:
 
 def table(rows: list[dict]) -> str:
     """A Markdown table of the rows."""
-    lines = ["| program, batch, context | run | µs a step | × floor | checked |", "|---|---|---:|---:|---|"]
+    lines = ["| program, batch, context | run | µs a step | × floor | at most | checked |", "|---|---|---:|---:|---:|---|"]
     for row in rows:
         program, batch, context = key(row)
         if row["run"] == "cublas":
             continue  # products only: no decode step
+        if row["median_us"] is None:
+            lines.append(f"| {program}, {batch}, {context} | {row['run']} | | | | {row['invalid']} |")
+            continue
+        bar = f"{row['at_most']:.2f}" if row.get("at_most") else ""
         note = f" (invalid: {row['invalid']})" if row["invalid"] else ""
         lines.append(
-            f"| {program}, {batch}, {context} | {row['run']} | {row['median_us']:.0f} | {row['ratio_to_floor']:.2f} | {row['checked'] or 'no'}{note} |"
+            f"| {program}, {batch}, {context} | {row['run']} | {row['median_us']:.0f} | {row['ratio_to_floor']:.2f} | {bar} | {row['checked'] or 'no'}{note} |"
         )
     return "\n".join(lines)
 

@@ -203,8 +203,16 @@ class Table:
                 "spill_bytes": {kind: r.spill_bytes for kind, r in resources.items()},
                 "smem_bytes": {kind: f.smem_bytes for kind, f in getattr(run, "footprints", {}).items()},
                 "min_bytes": program.min_bytes, "read_bytes_per_s": floor.read_bytes_per_s, "clocks": measurement.clocks,
-                "source_sha256": source_sha256(), "date": now(), "invalid": why,
+                "rounds": len(measurement.samples[name]), "source_sha256": source_sha256(), "date": now(), "invalid": why,
             })  # fmt: skip
+
+    def add_failed(self, name: str, why: str, *, program: Any, floor: Floor, **settings: Any) -> None:
+        """Adds a row for a variant that could not be set up: no times, and `why` it is invalid."""
+        self.rows.append({
+            "program": program.name, "run": name, "settings": settings, "median_us": None, "iqr_us": None, "floor_us": floor.us(program.min_bytes),
+            "ratio_to_floor": None, "baseline": self.baseline, "ratio_to_baseline": None, "checked": None, "rounds": 0,
+            "source_sha256": source_sha256(), "date": now(), "invalid": why,
+        })  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         """The record of these rows (the schema of docs/design.md)."""
@@ -257,6 +265,8 @@ class Table:
         return "program", "run", "settings", "us", "iqr", "x floor", f"x {self.baseline}", "checked"
 
     def _cells(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        if row["median_us"] is None:
+            return row["program"], row["run"], _settings(row["settings"]), "-", "-", "-", "-", "not timed"
         ratio, low, high = row["ratio_to_baseline"]
         return (row["program"], row["run"], _settings(row["settings"]), f"{row['median_us']:.1f}", f"{row['iqr_us']:.1f}",
                 f"{row['ratio_to_floor']:.3f}", f"{ratio:.3f} [{low:.3f}, {high:.3f}]", row["checked"] or "no")  # fmt: skip
@@ -279,8 +289,10 @@ class Table:
         def line(cells, tag):
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        rows = [line((*self._cells(row)[:-1], f"{row['checked'] or 'no'}{'; invalid: ' + row['invalid'] if row['invalid'] else ''}"), "td")
-                for row in self.rows]  # fmt: skip
+        rows = []
+        for row in self.rows:
+            *cells, checked = self._cells(row)
+            rows.append(line((*cells, checked + (f"; invalid: {row['invalid']}" if row["invalid"] else "")), "td"))
         below = "".join(f"<div>{html.escape(text)}</div>" for text in self._floor_lines())
         return f"<table><caption>{html.escape(self.study)}</caption>{line(self._titles(), 'th')}{''.join(rows)}</table>{below}"
 
@@ -291,6 +303,9 @@ class Table:
     def __repr__(self) -> str:
         lines = [f"{self.study}: {len(self.rows)} rows"]
         for row in self.rows:
+            if row["median_us"] is None:
+                lines.append(f"  {row['program']:14s} {row['run']:16s} not timed: {row['invalid']}")
+                continue
             lines.append(
                 f"  {row['program']:14s} {row['run']:16s} {row['median_us']:9.1f} us  {row['ratio_to_floor']:6.3f} x floor  {_settings(row['settings'])}"
                 + (f"  INVALID: {row['invalid']}" if row["invalid"] else "")

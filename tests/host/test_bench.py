@@ -159,3 +159,16 @@ def test_what_is_no_record_is_put_aside(tmp_path, monkeypatch):
 )
 def test_clocks_are_told_in_words(line, told):
     assert bench._read_clocks(line) == told
+
+
+def test_a_rival_that_could_not_be_set_up_is_a_row_that_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "environment", lambda: {"machine": "m", "driver": "d", "cuda": "c", "cupy": "p", "commit": None})
+    program, table = chain([(64, 64)]), bench.Table("s")
+    table.add(measure(graph=Fake(10.0)), floor=FLOOR, program=program, context=0)
+    table.add_failed("torch_graph", "ImportError: no module [torch]", program=program, floor=FLOOR, context=0)
+    rows = bench.load_record(table.save(tmp_path / "s.json"))["rows"]
+    assert rows[1]["run"] == "torch_graph" and rows[1]["median_us"] is None and rows[0]["rounds"] == 20
+    shown = StringIO()
+    Console(file=shown, width=200).print(table)
+    for text in (shown.getvalue(), table._repr_html_(), repr(table)):
+        assert "ImportError: no module [torch]" in text and "not timed" in text

@@ -93,3 +93,11 @@ def test_records_in_the_repository_are_valid():
     for path in results_dir().rglob("*.json"):
         assert json.loads(path.read_text())
         record.load_record(path)
+
+
+def test_only_a_row_that_says_why_may_lack_its_times():
+    failed = {**GOOD["rows"][0], "median_us": None, "iqr_us": None, "ratio_to_floor": None}
+    record.validate({**GOOD, "rows": [{**failed, "invalid": "could not be set up"}]})
+    for row in (failed, {**failed, "invalid": "slow", "iqr_us": 1.0}, {**failed, "invalid": "slow", "floor_us": None}):
+        with pytest.raises(ValueError, match=r"rows\[0\]: field '.*' is None"):
+            record.validate({**GOOD, "rows": [row]})
