@@ -254,7 +254,7 @@ def encode_tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int]
         d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, len(sizes), address, [d.cuuint64_t(s) for s in sizes],
         [d.cuuint64_t(s) for s in strides], [d.cuuint32_t(b) for b in box], [d.cuuint32_t(1)] * len(sizes),
         d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
     if int(status):
         raise LaunchError(f"tensor map of sizes={tuple(sizes)}, strides={tuple(strides)}, box={tuple(box)}: {_explain(status)}")
