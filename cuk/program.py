@@ -15,7 +15,7 @@ SHARED_ROLES = ("weight", "table", "index")
 
 @dataclass(frozen=True)
 class Init:
-    """How a buffer starts: `kind` is "normal" (mean, std), "integers" (low, high), "values" (array) or "zero"."""
+    """How a buffer starts: `kind` is "normal" (mean, std), "integers" (low, high), "values" (array), "zero", or "empty" (every bit set)."""
 
     kind: str
     mean: float = 0.0
@@ -132,7 +132,7 @@ class Program:
         for key, operand in task.operands.items():
             if key not in given and operand.role == "scratch":
                 buffer = self.buffers.get(f"{kind}.{key}") or self.buffer(
-                    f"{kind}.{key}", operand.shape, operand.dtype, "scratch", Init("zero")
+                    f"{kind}.{key}", operand.shape, operand.dtype, "scratch", Init("empty")
                 )
                 given[key] = View(buffer)
             if key not in given:

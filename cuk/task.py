@@ -19,7 +19,7 @@ import numpy as np
 
 TEAM_THREADS = 128
 FORMATS = {"ptr": "P", "i32": "i", "f32": "f"}
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "uint32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "uint32": 4, "uint64": 8}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -49,7 +49,7 @@ class Operand:
     shape: tuple[int, ...]
     dtype: str
     access: str = "in"
-    role: str = "activation"  # weight | cache | activation | output | scratch | index
+    role: str = "activation"  # weight | cache | activation | output | index | scratch, which starts with every bit set: empty words
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def writes(self, task: int) -> list[Region]:
-        """The regions that one task writes; the last arriver's output belongs to each of its siblings."""
+        """The regions that one task writes. What it reads of scratch, tasks of lower index write: it waits for them."""
 
     @property
     @abc.abstractmethod
@@ -182,7 +182,7 @@ class Task(abc.ABC):
         bounds = {}
         for name, value in outputs.items():
             dtype = self.operands[name].dtype
-            if dtype in ("int32", "uint32"):
+            if dtype in ("int32", "uint32", "uint64"):
                 bounds[name] = np.zeros(value.shape)
                 continue
             ulp, order = (2.0**-8, 2.0**-13) if dtype == "bfloat16" else (2.0**-23, 2.0**-16)

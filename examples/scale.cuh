@@ -6,7 +6,6 @@
 namespace example {
 
 struct Scale : cuk::Ringless {
-  static constexpr bool kMerges = false;
   static constexpr int kElements = 1024;
 
   struct Args {

@@ -127,11 +127,16 @@ __device__ __forceinline__ u32 sm_id() {
 // A wait that outlasts this stops the grid with a trap (the launch fails) instead of hanging the GPU.
 constexpr u64 kHangNanoseconds = 4000000000ull;
 
+struct Patience {
+  u64 start = global_nanoseconds();
+  __device__ __forceinline__ void check() const {
+    if (global_nanoseconds() - start > kHangNanoseconds) __trap();
+  }
+};
+
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
   if (mbarrier_try_wait(barrier, parity)) return;
-  const u64 start = global_nanoseconds();
-  while (!mbarrier_try_wait(barrier, parity))
-    if (global_nanoseconds() - start > kHangNanoseconds) __trap();
+  for (Patience patience; !mbarrier_try_wait(barrier, parity);) patience.check();
 }
 
 // True in one lane of a converged warp. The compiler knows that a branch on it holds one lane: a bulk copy in it needs no loop over

@@ -3,22 +3,29 @@
 // An edge between two kernels. griddepcontrol.wait returns once all prerequisite grids have completed and their writes are
 // visible; a full edge (stream or graph order) gives the same before the kernel starts. launch_dependents orders nothing.
 //
-// Arrival of sibling tasks (last_arrival). Every thread of a team stores its partial result, then the team's barrier orders
-// those stores before thread 0's atomic (bar.sync is morally strong at CTA scope, and causality order is transitive). The
-// atomic is acq_rel at GPU scope: its release half publishes the team's stores, its acquire half makes visible the stores
-// of every team that arrived before in the counter's modification order (each an RMW, hence one release sequence).
-// The second barrier hands that on to the rest of the last team. The counter wraps to zero on the last arrival, so no
-// launch resets it: the next step's first arrival is ordered after it by the edge between the kernels.
+// Words that are their own flag (post, peek): how the tasks of one output hand their partial results to the last of them. A
+// 64-bit word is empty while all its bits are set. One relaxed store fills it and one relaxed load finds it full, and nothing is
+// read but what the word itself carries, so there is nothing for a release or an acquire to order: no fence, whose wait for
+// everything in flight on the SM an atomic counter's acq_rel costs. 64 bits, because the PTX model treats a wider access as
+// several. Who takes a word empties it; the next step's post to it is ordered after that by an edge between kernels. A word has
+// one taker. Only a task of a higher index waits for one of a lower, so tasks taken in order cannot wait in a circle.
 #pragma once
 
 #include "core/ptx.cuh"
 
 namespace cuk {
 
-__device__ __forceinline__ u32 atomic_inc_wrap_acq_rel(u32* counter, u32 last) {
-  u32 old;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(last) : "memory");
-  return old;
+constexpr u64 kEmptyWord = ~0ull;
+
+__device__ __forceinline__ void post(u64* word, u64 content) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(content) : "memory");
+}
+
+// What the word holds now, perhaps nothing.
+__device__ __forceinline__ u64 peek(const u64* word) {
+  u64 content;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(content) : "l"(word) : "memory");
+  return content;
 }
 
 }  // namespace cuk

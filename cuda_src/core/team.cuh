@@ -26,12 +26,43 @@ struct Crew {
   __device__ void sync() const { named_barrier_sync(1, num_threads); }
 };
 
-// True, for every thread of the team, in the team that arrives last of `count`. `flag` is one word of team scratch.
-__device__ __forceinline__ bool last_arrival(const Team& team, u32* counter, int count, u32* flag) {
-  team.sync();
-  if (team.thread == 0) *flag = atomic_inc_wrap_acq_rel(counter, static_cast<u32>(count - 1)) == static_cast<u32>(count - 1);
-  team.sync();
-  return *flag != 0;
+// Two values in a word that can be posted: never the empty one.
+__device__ __forceinline__ u64 word_of(u32 low, u32 high) {
+  const u64 word = static_cast<u64>(high) << 32 | low;
+  return word == kEmptyWord ? word ^ 0x80000000u : word;  // one NaN for another
 }
+__device__ __forceinline__ u64 word_of(float low, float high) { return word_of(__float_as_uint(low), __float_as_uint(high)); }
+__device__ __forceinline__ float2 floats_of(u64 word) {
+  return make_float2(__uint_as_float(static_cast<u32>(word)), __uint_as_float(static_cast<u32>(word >> 32)));
+}
+
+// Words on their way to one thread: `count` of them, at most kCount, `stride` apart. peek() asks for what has come by now, take() waits
+// for the rest and leaves the words empty.
+template <int kCount>
+struct Inbox {
+  u64* words;
+  int count, stride;
+  u64 content[kCount];
+
+  __device__ __forceinline__ void peek() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (i < count) content[i] = cuk::peek(words + i * stride);
+  }
+  __device__ __forceinline__ void take() {
+    for (Patience patience; !full(); patience.check()) peek();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (i < count) post(words + i * stride, kEmptyWord);
+  }
+
+ private:
+  __device__ __forceinline__ bool full() const {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) all = all && (i >= count || content[i] != kEmptyWord);
+    return all;
+  }
+};
 
 }  // namespace cuk

@@ -21,6 +21,8 @@ struct LaunchArgs {
   int shared_bytes;   // staged operands of the CTA, multiple of 128
   int scratch_bytes;  // of each team, multiple of 128
   int prefetch;       // stages that may load before the wait
+  int in_flight;      // stages of a team that may be on their way at once, before the wait
+  int in_flight_late;
 };
 
 template <bool kPdl, class Tracer>
@@ -86,9 +88,16 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     for (; early > 0; --early, behind.advance(), late.advance())
       if (elected) Task::load_dependent(args, behind.tile, behind.chunk, late.here());
   }
+  RingCursor landing = producer.at;
+  int landed = 0;
 #pragma unroll 1
   for (int issued = 0; !at.done(); ++issued, at.advance(), producer.advance()) {
     if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
+    const int limit = issued < ahead ? launch.in_flight : launch.in_flight_late;
+    for (; issued - landed >= limit; ++landed) {
+      mbarrier_wait(&ring.full[landing.stage], landing.phase);
+      landing.advance(ring.num_stages);
+    }
     producer.wait();
     if (elected) {
       producer.announce(Task::chunk_bytes(args, at.tile, at.chunk));
@@ -141,12 +150,6 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
     const typename Task::Tile tile = Task::tile(args, task);
     Task::consume(args, tile, consumer, team, shared, scratch, iteration, policy);
     if (iteration == 0) tracer.mark(Event::kFirstTask);
-    if constexpr (Task::kMerges) {
-      if (last_arrival(team, Task::arrivals(args, tile), Task::num_siblings(args), reinterpret_cast<u32*>(scratch))) {
-        Task::merge(args, tile, team, scratch);
-        team.sync();  // the next task may write scratch that merging still reads
-      }
-    }
   }
   tracer.mark(Event::kEnd);
   // A CTA without a task stays as long as the others of the grid before: one that left early would leave room on this SM for two

@@ -1,10 +1,11 @@
 // out[b, h, :] = softmax(q[b, h, :] . K[b, h / group, :p + 1, :] / sqrt(kHeadDim)) @ V[b, h / group, :p + 1, :],  p = positions[b].
 // q, out: [batch, kv_heads * group * kHeadDim] bf16   k_cache, v_cache: [batch, kv_heads, capacity, kHeadDim] bf16.
-// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding); the last
-// of an output's tasks to arrive merges the ranges in index order. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
+// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding); the task of an
+// output's last range merges them in index order. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
 //
 // The p old positions come through the ring, without waiting for any kernel of this step: they were written in earlier steps.
-// The new position, which this step's Qkv appends, is read from global memory after the wait, by the last range.
+// The new position, which this step's Qkv appends, is read from global memory after the wait, by the last range's task, where it
+// counts as a fifth warp's: its score is that warp's maximum, its V that warp's output.
 //
 // A ring stage holds kPositions positions of K, in one piece, then of V as four blocks of rows padded by 32 bytes: column pair t of the
 // score tile is two rows of block t, which makes the transposed reads of V free of bank conflicts. (Padding K the same way would not
@@ -20,7 +21,6 @@ namespace cuk {
 template <int kHeadDim>
 struct AttentionDecode {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "a lane reads 16 bytes of 64 or 128 columns");
-  static constexpr bool kMerges = true;
   static constexpr bool kHasDependentLoads = false;
   static constexpr int kHeads = 8;                       // of one task, at most
   static constexpr int kPositions = 64 * 64 / kHeadDim;  // of one stage
@@ -30,14 +30,13 @@ struct AttentionDecode {
   static constexpr int kBlockPitch = kBlockRows * kRowBytes + 32;  // of V
   static constexpr int kOctets = kPositions / 32;                  // groups of eight positions that a warp takes from a stage
   static constexpr int kWidths = kHeadDim / 64;
-  static constexpr int kFreshOffset = 16, kMergeOffset = 16 + 6 * kRowBytes;
+  static constexpr int kWays = kTeamWarps + 1;  // the warps, and the new position
+  static constexpr int kPairs = kHeadDim / 2;
 
   struct Args {
     const bf16 *q, *k_cache, *v_cache;
     const int* positions;
-    float* partial;      // [batch, kv_heads, head_blocks, splits, heads_per_task, kHeadDim]
-    float2* partial_ml;  // [batch, kv_heads, head_blocks, splits, heads_per_task]: running maximum and sum
-    u32* arrivals;       // [batch, kv_heads, head_blocks]
+    u64* words;  // [batch, kv_heads, head_blocks, splits - 1, heads_per_task * (kPairs + 1)]: pairs of columns, then (maximum, sum)
     bf16* out;
     int kv_heads, group, heads_per_task, capacity, splits;
     float scale_log2;  // log2(e) / sqrt(kHeadDim)
@@ -168,16 +167,9 @@ struct AttentionDecode {
   static __device__ void consume(const Args& a, const Tile& w, RingConsumer& ring, const Team& team, char*, char* scratch, int,
                                  Policy& policy) {
     const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
+    const bool is_last = w.split == a.splits - 1;
+    team.sync();  // the task before may still read the scratch
     policy.wait();
-    // The new position's K and V go through scratch, and are folded last, as a stage of one position.
-    char* fresh = scratch + kFreshOffset;
-    const bool has_fresh = w.split == a.splits - 1;
-    if (has_fresh && team.thread < 2 * kRowBytes / 16) {
-      const int unit = team.thread % (kRowBytes / 16);
-      const bf16* cache = team.thread < kRowBytes / 16 ? a.k_cache : a.v_cache;
-      *reinterpret_cast<Vec16*>(fresh + team.thread * 16) =
-          *reinterpret_cast<const Vec16*>(cache + w.cache + static_cast<size_t>(w.position) * kHeadDim + unit * 8);
-    }
     State s;
     const bf16* q = a.q + w.query + g * kHeadDim + t * 8;
 #pragma unroll
@@ -185,132 +177,159 @@ struct AttentionDecode {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         s.q[width][half] = g < w.num_heads ? *reinterpret_cast<const Vec16*>(q + width * 64 + half * 32) : Vec16{};
-    team.sync();
-#pragma unroll 1
-    for (int chunk = w.first; chunk < w.last + has_fresh; ++chunk) {
-      const char *k_row, *v_row;
-      int offset, left;
-      if (chunk < w.last) {
-        const char* stage = ring.wait();
-        k_row = stage + (g / 2 * kBlockRows + warp * kOctets * 2 + g % 2) * kRowBytes + t * 16;
-        v_row = stage + kKeyBytes + t * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16;
-        offset = t * kBlockRows + warp * kOctets * 2;
-        left = w.position - chunk * kPositions;
-      } else {  // only position 0 of warp 0 counts
-        k_row = fresh + t * 16;
-        v_row = fresh + kRowBytes + g * 16;
-        offset = warp + t;
-        left = offset == 0 ? 1 : 0;
-      }
-      fold(s, a.scale_log2, lane, k_row, v_row, offset, left);
-      if (chunk < w.last) ring.release(lane);
+    u32 new_v = 0;  // the columns of V that this thread will merge
+    if (is_last) {
+      const size_t row = w.cache + static_cast<size_t>(w.position) * kHeadDim;
+      new_v = *reinterpret_cast<const u32*>(a.v_cache + row + team.thread % kPairs * 2);
+      score_new(a, w, a.k_cache + row, team, scratch);
     }
-    merge_warps(a, w, s, team, scratch);
-  }
-
-  // Scratch: 16 bytes for the arrival flag; the new position's K and V, with room for what its octets reach past them; maximum
-  // and sum [warp][2][kHeads]; output [warp][heads_per_task][kHeadDim].
-  static __device__ void merge_warps(const Args& a, const Tile& w, const State& s, const Team& team, char* scratch) {
-    const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
-    float* ml = reinterpret_cast<float*>(scratch + kMergeOffset);
-    float* outs = ml + kTeamWarps * 2 * kHeads;
-    const int out_stride = a.heads_per_task * kHeadDim;
+#pragma unroll 1
+    for (int chunk = w.first; chunk < w.last; ++chunk) {
+      const char* stage = ring.wait();
+      fold(s, a.scale_log2, lane, stage + (g / 2 * kBlockRows + warp * kOctets * 2 + g % 2) * kRowBytes + t * 16,
+           stage + kKeyBytes + t * kBlockPitch + warp * kOctets * 2 * kRowBytes + g * 16, t * kBlockRows + warp * kOctets * 2,
+           w.position - chunk * kPositions);
+      ring.release(lane);
+    }
+    float* ml = reinterpret_cast<float*>(scratch);
+    float* outs = ml + kWays * 2 * kHeads;
     float sum = s.sum;
     sum += __shfl_xor_sync(kFullMask, sum, 1);
     sum += __shfl_xor_sync(kFullMask, sum, 2);
-    team.sync();  // the task before may still read the scratch
     if (t == 0) {
-      ml[(warp * 2) * kHeads + g] = s.maximum;
+      ml[warp * 2 * kHeads + g] = s.maximum;
       ml[(warp * 2 + 1) * kHeads + g] = sum;
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (2 * t + e >= w.num_heads) continue;
-      float* out = outs + warp * out_stride + (2 * t + e) * kHeadDim + g * 8;
+      float* out = outs + (warp * a.heads_per_task + 2 * t + e) * kHeadDim + g * 8;
 #pragma unroll
       for (int m = 0; m < kWidths * 4; ++m)
         *reinterpret_cast<float2*>(out + m / 4 * 64 + m % 4 * 2) = make_float2(s.out[m][e], s.out[m][2 + e]);
     }
     team.sync();
-    float* partial = a.partial + static_cast<size_t>(w.task) * out_stride;
-    float2* partial_ml = a.partial_ml + static_cast<size_t>(w.task) * a.heads_per_task;
-#pragma unroll 1
-    for (int i = team.thread; i < w.num_heads * kHeadDim; i += kTeamThreads) {
-      const int head = i / kHeadDim;
-      Merge merge;
-#pragma unroll
-      for (int v = 0; v < kTeamWarps; ++v)
-        merge.add(ml[(v * 2) * kHeads + head], ml[(v * 2 + 1) * kHeads + head], outs[v * out_stride + i]);
-      partial[i] = merge.out;
-      if (i % kHeadDim == 0) partial_ml[head] = make_float2(merge.maximum, merge.sum);
-    }
-  }
-
-  static __device__ u32* arrivals(const Args& a, const Tile& w) { return a.arrivals + w.output; }
-  static __device__ int num_siblings(const Args& a) { return a.splits; }
-
-  // Scratch: maxima, then sums [splits][heads_per_task], behind the arrival flag.
-  static __device__ void merge(const Args& a, const Tile& w, const Team& team, char* scratch) {
-    const int first = w.task - w.split, stride = a.heads_per_task * kHeadDim;
-    float2* ml = reinterpret_cast<float2*>(scratch + 16);
-    const float2* partial_ml = a.partial_ml + static_cast<size_t>(first) * a.heads_per_task;
-    bf16* out = a.out + w.query;
-    const float2* partial = reinterpret_cast<const float2*>(a.partial + static_cast<size_t>(first) * stride);
-    const int pairs = w.num_heads * (kHeadDim / 2);
-    // The first partials' loads are under way before anything waits for the maxima.
-    float2 ahead[kMergeDepth];
-    load_partials(ahead, partial, team.thread < pairs ? a.splits : 0, team.thread, stride / 2);
-#pragma unroll 1
-    for (int i = team.thread; i < a.splits * a.heads_per_task; i += kTeamThreads) ml[i] = partial_ml[i];
-    team.sync();
-#pragma unroll 1
-    for (int pair = team.thread; pair < pairs; pair += kTeamThreads) {
-      const float2* mine = ml + pair / (kHeadDim / 2);
-      if (pair != team.thread) load_partials(ahead, partial, a.splits, pair, stride / 2);
-      float top = -infinity();
-#pragma unroll 4
-      for (int s = 0; s < a.splits; ++s) top = fmaxf(top, mine[s * a.heads_per_task].x);
-      float sum = 0.f;
-      float2 y = make_float2(0.f, 0.f);
-#pragma unroll
-      for (int s = 0; s < kMergeDepth; ++s)
-        if (s < a.splits) add_partial(y, sum, mine[s * a.heads_per_task], top, ahead[s]);
-#pragma unroll 4
-      for (int s = kMergeDepth; s < a.splits; ++s)
-        add_partial(y, sum, mine[s * a.heads_per_task], top, partial[s * (stride / 2) + pair]);
-      const float scale = __frcp_rn(sum);
-      *reinterpret_cast<u32*>(out + 2 * pair) = pack_bf16(y.x * scale, y.y * scale);
-    }
+    merge(a, w, is_last, new_v, team, scratch);
   }
 
  private:
-  static constexpr int kMergeDepth = 8;
-
-  static __device__ void load_partials(float2 (&to)[kMergeDepth], const float2* partial, int splits, int pair, int stride) {
-#pragma unroll
-    for (int s = 0; s < kMergeDepth; ++s)
-      if (s < splits) to[s] = partial[s * stride + pair];
-  }
-
-  static __device__ void add_partial(float2& y, float& sum, float2 ml, float top, float2 partial) {
-    const float weight = exp2_approx(ml.x - top);  // top is finite: some range holds the new position
-    sum = fmaf(weight, ml.y, sum);
-    y.x = fmaf(weight, partial.x, y.x);
-    y.y = fmaf(weight, partial.y, y.y);
-  }
-
-  // The warps' partial softmaxes into one, in the order of add().
-  struct Merge {
-    float maximum = -infinity(), sum = 0.f, out = 0.f;
-    __device__ void add(float other_maximum, float other_sum, float other_out) {
-      const float top = fmaxf(maximum, other_maximum);
-      const float base = top == -infinity() ? 0.f : top;
-      const float keep = exp2_approx(maximum - base), weight = exp2_approx(other_maximum - base);
-      sum = fmaf(sum, keep, weight * other_sum);
-      out = fmaf(out, keep, weight * other_out);
-      maximum = top;
+  // Scratch: maximum and sum [way][2][kHeads]; outputs [warp][heads_per_task][kHeadDim]; maximum and sum of the other ranges
+  // [splits - 1][heads_per_task].
+  struct Partial {
+    float maximum, sum;
+    float2 out;  // of one pair of columns
+    __device__ void add(float weight, float other_sum, float2 other_out) {
+      sum = fmaf(weight, other_sum, sum);
+      out.x = fmaf(weight, other_out.x, out.x);
+      out.y = fmaf(weight, other_out.y, out.y);
     }
   };
+
+  // The new position's scores, a warp taking every fourth head.
+  static __device__ void score_new(const Args& a, const Tile& w, const bf16* k, const Team& team, char* scratch) {
+    constexpr int kWords = kHeadDim / 64;  // of two columns, a lane
+    float* ml = reinterpret_cast<float*>(scratch) + kTeamWarps * 2 * kHeads;
+    const int lane = team.lane();
+#pragma unroll
+    for (int i = 0; i < kHeads / kTeamWarps; ++i) {
+      const int head = team.warp() + i * kTeamWarps;
+      if (head >= w.num_heads) break;
+      float score = 0.f;
+#pragma unroll
+      for (int c = 0; c < kWords; ++c) {
+        const int at = (c * kWarpSize + lane) * 2;
+        const u32 q_pair = *reinterpret_cast<const u32*>(a.q + w.query + head * kHeadDim + at);
+        const u32 k_pair = *reinterpret_cast<const u32*>(k + at);
+        score = fmaf(low_to_float(q_pair), low_to_float(k_pair), score);
+        score = fmaf(high_to_float(q_pair), high_to_float(k_pair), score);
+      }
+#pragma unroll
+      for (int step = kWarpSize / 2; step > 0; step /= 2) score += __shfl_xor_sync(kFullMask, score, step);
+      if (lane == 0) {
+        ml[head] = score * a.scale_log2;
+        ml[kHeads + head] = 1.f;
+      }
+    }
+  }
+
+  // This task's own range of one pair of columns: the ways in index order. A way that counted nothing has maximum -inf and weight 0.
+  static __device__ Partial merge_ways(const Args& a, int pair, int ways, u32 new_v, const char* scratch) {
+    const float* ml = reinterpret_cast<const float*>(scratch);
+    const float* outs = ml + kWays * 2 * kHeads;
+    const int head = pair / kPairs;
+    float maxima[kWays];
+    Partial merged{-infinity(), 0.f, make_float2(0.f, 0.f)};
+#pragma unroll
+    for (int way = 0; way < kWays; ++way) {
+      maxima[way] = way < ways ? ml[way * 2 * kHeads + head] : -infinity();
+      merged.maximum = fmaxf(merged.maximum, maxima[way]);
+    }
+    const float base = merged.maximum == -infinity() ? 0.f : merged.maximum;
+#pragma unroll
+    for (int way = 0; way < kWays; ++way) {
+      if (way >= ways) break;
+      const float weight = exp2_approx(maxima[way] - base);
+      const float2 out = way < kTeamWarps ? *reinterpret_cast<const float2*>(outs + way * a.heads_per_task * kHeadDim + pair * 2)
+                                          : make_float2(low_to_float(new_v), high_to_float(new_v));
+      merged.add(weight, ml[(way * 2 + 1) * kHeads + head], out);
+    }
+    return merged;
+  }
+
+  // Hands this task's range to the task of the last one; that task merges all ranges in index order, its own last.
+  static __device__ void merge(const Args& a, const Tile& w, bool is_last, u32 new_v, const Team& team, char* scratch) {
+    const int others = a.splits - 1, stride = a.heads_per_task * (kPairs + 1), pairs = w.num_heads * kPairs;
+    u64* words = a.words + static_cast<size_t>(w.output) * others * stride;
+    float2* ranges = reinterpret_cast<float2*>(scratch + 4 * (kWays * 2 * kHeads + kTeamWarps * a.heads_per_task * kHeadDim));
+    Inbox<kInbox> inbox{words + team.thread, 0, stride};
+    if (is_last) {
+      inbox.count = team.thread < pairs ? min(others, kInbox) : 0;
+      inbox.peek();  // on their way while this thread waits for the maxima
+#pragma unroll 1
+      for (int i = team.thread; i < others * w.num_heads; i += kTeamThreads) {
+        const int range = i / w.num_heads, head = i - range * w.num_heads;
+        Inbox<1> ml{words + range * stride + a.heads_per_task * kPairs + head, 1, 0};
+        ml.peek();
+        ml.take();
+        ranges[range * a.heads_per_task + head] = floats_of(ml.content[0]);
+      }
+      team.sync();
+    }
+#pragma unroll 1
+    for (int pair = team.thread; pair < pairs; pair += kTeamThreads) {
+      const int head = pair / kPairs;
+      const Partial own = merge_ways(a, pair, is_last ? kWays : kTeamWarps, new_v, scratch);
+      if (!is_last) {
+        u64* mine = words + w.split * stride;
+        post(mine + pair, word_of(own.out.x, own.out.y));
+        if (pair % kPairs == 0) post(mine + a.heads_per_task * kPairs + head, word_of(own.maximum, own.sum));
+        continue;
+      }
+      const float2* ml = ranges + head;
+      Partial all{own.maximum, 0.f, make_float2(0.f, 0.f)};  // the maximum is finite: the new position counts
+#pragma unroll 4
+      for (int s = 0; s < others; ++s) all.maximum = fmaxf(all.maximum, ml[s * a.heads_per_task].x);
+#pragma unroll 1
+      for (int first = 0; first < others; first += kInbox) {
+        if (first > 0 || pair != team.thread) {
+          inbox.words = words + first * stride + pair;
+          inbox.count = min(others - first, kInbox);
+          inbox.peek();
+        }
+        inbox.take();
+#pragma unroll
+        for (int s = 0; s < kInbox; ++s) {
+          if (s >= inbox.count) break;
+          const float2 range = ml[(first + s) * a.heads_per_task];
+          all.add(exp2_approx(range.x - all.maximum), range.y, floats_of(inbox.content[s]));
+        }
+      }
+      all.add(exp2_approx(own.maximum - all.maximum), own.sum, own.out);
+      const float scale = __frcp_rn(all.sum);
+      *reinterpret_cast<u32*>(a.out + w.query + 2 * pair) = pack_bf16(all.out.x * scale, all.out.y * scale);
+    }
+  }
+  static constexpr int kInbox = 16;  // words in flight a thread
 };
 
 }  // namespace cuk

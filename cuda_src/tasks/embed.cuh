@@ -6,7 +6,6 @@
 namespace cuk {
 
 struct Embed : Ringless {
-  static constexpr bool kMerges = false;
 
   struct Args {
     const int* tokens;

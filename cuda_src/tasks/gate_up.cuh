@@ -10,7 +10,6 @@ namespace cuk {
 template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm>
 struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
   using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
-  static constexpr bool kMerges = false;
 
   struct Args {
     const TensorMap* w;

@@ -9,7 +9,6 @@ namespace cuk {
 template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
 struct Linear : Matvec<kBatchHalves, kStreamX, kChunkK> {
   using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
-  static constexpr bool kMerges = false;
 
   struct Args {
     const TensorMap* w;

@@ -12,7 +12,6 @@ template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, int kHeadDim
 struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
   static_assert(kHeadDim % 8 == 0, "a tile takes four rows from each half of a head");
   using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
-  static constexpr bool kMerges = false;
   static constexpr int kTilesPerHead = kHeadDim / kTileRows;
 
   struct Args {

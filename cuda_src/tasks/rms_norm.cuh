@@ -8,7 +8,6 @@
 namespace cuk {
 
 struct RmsNorm : Ringless {
-  static constexpr bool kMerges = false;
 
   struct Args {
     const bf16 *x, *w;

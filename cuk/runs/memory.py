@@ -29,6 +29,8 @@ def numpy_buffers(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
             arrays[buffer.name] = np.asarray(init.values() if callable(init.values) else init.values).astype(dtype)
         else:
             arrays[buffer.name] = np.zeros(buffer.shape, dtype)
+            if init.kind == "empty":
+                poison(arrays[buffer.name])
     return arrays
 
 
@@ -72,7 +74,7 @@ def _initialised(buffer: Buffer, generator: Any) -> Any:
 
     dtype = numpy_dtype(buffer.dtype)
     init = buffer.init
-    if init is None:
+    if init is None or init.kind == "empty":
         array = _allocate(buffer)
         poison(array)
         return array

@@ -40,6 +40,8 @@ class Footprint:
     scratch_bytes: int
     prefetch: int
     teams: int
+    in_flight: int = 64
+    in_flight_late: int = 64
     at_least: int = 0  # shared memory to take even where less is needed
 
     @property
@@ -56,7 +58,7 @@ class Footprint:
         return self.teams * THREADS_PER_TEAM
 
     def pack(self) -> bytes:
-        return struct.pack("6i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch)
+        return struct.pack("8i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch, self.in_flight, self.in_flight_late)
 
 
 def footprint(
@@ -91,7 +93,7 @@ def footprint(
 
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)
-        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_least)
+        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, in_flight(task, teams, IN_FLIGHT_BYTES), in_flight(task, teams, LATE_BYTES), at_least)
 
     def most(limit: int) -> int:
         count = 0
@@ -108,6 +110,12 @@ def footprint(
             f"of shared memory, a CTA can have {machine.smem_per_cta_bytes}; take fewer stages or teams, or a smaller batch"
         )
     return of(count)
+
+
+IN_FLIGHT_BYTES = 1 << 16
+LATE_BYTES = 1 << 30
+def in_flight(task, teams, allowed):
+    return max(1, allowed // (teams * task.stage_bytes)) if task.stage_bytes else 1
 
 
 def kernel_name(op: Op) -> str:

@@ -22,7 +22,7 @@ class Argmax(Task):
     struct = "cuk::Argmax"
     fields = tuple(
         Field(name, kind)
-        for name, kind in [("logits", "ptr"), ("best", "ptr"), ("best_index", "ptr"), ("arrivals", "ptr"), ("next", "ptr"),
+        for name, kind in [("logits", "ptr"), ("words", "ptr"), ("next", "ptr"),
                            ("vocab", "i32"), ("segments", "i32")]
     )  # fmt: skip
 
@@ -40,11 +40,10 @@ class Argmax(Task):
 
     @property
     def operands(self) -> dict[str, Operand]:
+        words = {"words": Operand((self.batch, self.segments - 1), "uint64", "inout", role="scratch")} if self.segments > 1 else {}
         return {
             "logits": Operand((self.batch, self.vocab), "float32"),
-            "best": Operand((self.batch, self.segments), "float32", "inout", role="scratch"),
-            "best_index": Operand((self.batch, self.segments), "int32", "inout", role="scratch"),
-            "arrivals": Operand((self.batch,), "uint32", "inout", role="scratch"),
+            **words,
             "next": Operand((self.batch,), "int32", "out"),
         }
 
@@ -58,12 +57,14 @@ class Argmax(Task):
 
     def reads(self, task: int) -> list[Region]:
         row, segment = divmod(task, self.segments)
-        return [Region("logits", ((row, row + 1), (segment * SEGMENT, min(self.vocab, (segment + 1) * SEGMENT))))]
+        logits = Region("logits", ((row, row + 1), (segment * SEGMENT, min(self.vocab, (segment + 1) * SEGMENT))))
+        last = 0 < segment == self.segments - 1
+        return [logits, Region("words", ((row, row + 1), (0, segment)))] if last else [logits]
 
     def writes(self, task: int) -> list[Region]:
         row, segment = divmod(task, self.segments)
-        slot = ((row, row + 1), (segment, segment + 1))
-        return [Region("best", slot), Region("best_index", slot), Region("next", ((row, row + 1),))]
+        last = segment == self.segments - 1
+        return [Region("next", ((row, row + 1),)) if last else Region("words", ((row, row + 1), (segment, segment + 1)))]
 
     @property
     def flops(self) -> int:

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over its KV cache, split over the context and merged by the last arriver."""
+"""Attention of one new token per sequence over its KV cache, split over the context and merged by the last range's task."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class AttentionDecode(Task):
     header = "tasks/attention_decode.cuh"
     fields = tuple(
         Field(name, kind)
-        for name, kind in [("q", "ptr"), ("k_cache", "ptr"), ("v_cache", "ptr"), ("positions", "ptr"), ("partial", "ptr"),
-                           ("partial_ml", "ptr"), ("arrivals", "ptr"), ("out", "ptr"), ("kv_heads", "i32"), ("group", "i32"),
+        for name, kind in [("q", "ptr"), ("k_cache", "ptr"), ("v_cache", "ptr"), ("positions", "ptr"), ("words", "ptr"),
+                           ("out", "ptr"), ("kv_heads", "i32"), ("group", "i32"),
                            ("heads_per_task", "i32"), ("capacity", "i32"), ("splits", "i32"), ("scale_log2", "f32")]
     )  # fmt: skip
 
@@ -78,25 +78,23 @@ class AttentionDecode(Task):
 
     @property
     def scratch_bytes(self) -> int:
-        """The larger of merging the warps and merging the ranges, behind the arrival flag (see the device file)."""
-        warps = 4 * (2 * HEADS_PER_TASK + self.heads_per_task * self.head_dim)
-        ranges = 2 * self.splits * self.heads_per_task
-        fresh = 6 * 2 * self.head_dim
-        return round_up(16 + max(fresh + 4 * warps, 4 * ranges), 128)
+        """Maxima, sums and outputs of four warps and the new position, maxima and sums of the other ranges (see the device file)."""
+        ways = 5 * 2 * HEADS_PER_TASK + 4 * self.heads_per_task * self.head_dim
+        return round_up(4 * (ways + 2 * (self.splits - 1) * self.heads_per_task), 128)
 
     @property
     def operands(self) -> dict[str, Operand]:
         q = (self.batch, self.kv_heads * self.group * self.head_dim)
         cache = Operand((self.batch, self.kv_heads, self.capacity, self.head_dim), "bfloat16", role="cache")
         outputs = self.batch * self.kv_heads * self.head_blocks
+        shape = (outputs, self.splits - 1, self.heads_per_task * (self.head_dim // 2 + 1))
+        words = {"words": Operand(shape, "uint64", "inout", role="scratch")} if self.splits > 1 else {}
         return {
             "q": Operand(q, "bfloat16"),
             "k_cache": cache,
             "v_cache": cache,
             "positions": Operand((self.batch,), "int32", role="index"),
-            "partial": Operand((outputs * self.splits, self.heads_per_task, self.head_dim), "float32", "inout", role="scratch"),
-            "partial_ml": Operand((outputs * self.splits, self.heads_per_task, 2), "float32", "inout", role="scratch"),
-            "arrivals": Operand((outputs,), "uint32", "inout", role="scratch"),
+            **words,
             "out": Operand(q, "bfloat16", "out"),
         }
 
@@ -122,15 +120,18 @@ class AttentionDecode(Task):
         """The cache rows depend on `positions`: the region is the whole capacity."""
         b, kv_head, columns = self._where(task)
         rows = ((b, b + 1), (kv_head, kv_head + 1), (0, self.capacity), (0, self.head_dim))
-        return [Region("q", ((b, b + 1), columns)), Region("k_cache", rows), Region("v_cache", rows), Region("positions", ((b, b + 1),))]
+        regions = [Region("q", ((b, b + 1), columns)), Region("k_cache", rows), Region("v_cache", rows), Region("positions", ((b, b + 1),))]
+        output, split = divmod(task, self.splits)
+        return [*regions, self._words(output, 0, split)] if 0 < split == self.splits - 1 else regions
+
+    def _words(self, output: int, low: int, high: int) -> Region:
+        """What the ranges low … high - 1 of an output hand over."""
+        return Region("words", ((output, output + 1), (low, high), (0, self.heads_per_task * (self.head_dim // 2 + 1))))
 
     def writes(self, task: int) -> list[Region]:
         b, _, columns = self._where(task)
-        return [
-            Region("partial", ((task, task + 1), (0, self.heads_per_task), (0, self.head_dim))),
-            Region("partial_ml", ((task, task + 1), (0, self.heads_per_task), (0, 2))),
-            Region("out", ((b, b + 1), columns)),
-        ]
+        output, split = divmod(task, self.splits)
+        return [Region("out", ((b, b + 1), columns)) if split == self.splits - 1 else self._words(output, split, split + 1)]
 
     @property
     def flops(self) -> int:

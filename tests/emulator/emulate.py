@@ -1,7 +1,7 @@
 """Runs a program's separate kernels on emulated warps: the device files as they are, compiled by g++ against tests/emulator/core/ptx.cuh.
 
 What it can show: wrong indices, swizzles, fragments, tails, sums, barrier counts and phases, deadlocks, and reads of what has not landed (copies land
-at random moments, fibers go on in random order). What it cannot: memory order between CTAs, which run one after another, and speed."""
+at random moments, fibers go on in random order). What it cannot: memory order between CTAs, which take turns, and speed."""
 
 from __future__ import annotations
 
@@ -30,18 +30,10 @@ COMPILER = shutil.which("g++")
 CACHE = Path(tempfile.gettempdir()) / f"cuk-emulator-{os.getuid()}"
 
 RUN = """
-extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch, int grid, int block, unsigned seed) {{
-  emulator::failure.clear();
-  emulator::grid_size = {{grid, 1, 1}};
-  emulator::block_size = {{block, 1, 1}};
-  for (int i = 0; i < grid; ++i) {{
-    emulator::block_index = {{i, 0, 0}};
-    std::memset(cuk::smem, 0xff, sizeof cuk::smem);
-    emulator::body = [&] {{ {kernel}(*args, *launch); }};
-    if (emulator::on_start) emulator::on_start(i);
-    if (!emulator::run_cta(block, seed + static_cast<unsigned>(i))) return emulator::failure.c_str();
-  }}
-  return nullptr;
+extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch, int grid, int block, unsigned seed, bool drop_copies) {{
+  emulator::drop_copies = drop_copies;
+  emulator::body = [&] {{ {kernel}(*args, *launch); }};
+  return emulator::run_grid(grid, block, seed, cuk::smem) ? nullptr : emulator::failure.c_str();
 }}
 extern "C" void hooks(void (*start)(int), void (*wait)(int)) {{
   emulator::on_start = start;
@@ -87,6 +79,7 @@ class EmulatedRun:
     """Looks to cuk.runs.check like a stream run: `launches` are callables, `buffers` NumPy arrays."""
 
     name = "stream"
+    drop_copies = False  # nothing that is loaded ever lands
 
     def __init__(self, program: Program, *, seed: int = 0, num_sms: int = 3, pdl: bool = False, **switches):
         self.program = program
@@ -128,7 +121,7 @@ class EmulatedRun:
         run.restype = ctypes.c_char_p
 
         def launch() -> None:
-            failure = run(args, words, self.machine.num_sms, fit.threads, self.seed)
+            failure = run(args, words, self.machine.num_sms, fit.threads, self.seed, self.drop_copies)
             assert failure is None, f"{op.name}: {failure.decode()}"
 
         launch.keep, launch.library = maps, library

@@ -37,14 +37,13 @@ def tasks(draw):
 @settings(deadline=None, max_examples=150)
 @given(tasks())
 def test_tiles_cover_each_output_once(task):
-    """Each element of an output is written by one task, or by all siblings of one last arriver, and by no other."""
-    owners = {name: np.zeros(o.shape, np.int32) for name, o in task.operands.items() if o.access != "in" and name != "arrivals"}
-    shared = {"out": getattr(task, "splits", 1), "next": getattr(task, "segments", 1)}
+    """Each element of an output, and of what tasks hand each other, is written by one task and by no other."""
+    owners = {name: np.zeros(o.shape, np.int32) for name, o in task.operands.items() if o.access != "in"}
     for index in range(task.num_tasks):
         for region in task.writes(index):
             owners[region.operand][tuple(slice(low, high) for low, high in region.box)] += 1
     for name, count in owners.items():
-        assert (count == shared.get(name, 1)).all(), f"{task}: {name} written {np.unique(count)} times"
+        assert (count == 1).all(), f"{task}: {name} written {np.unique(count)} times"
 
 
 @settings(deadline=None, max_examples=100)

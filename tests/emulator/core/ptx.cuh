@@ -1,5 +1,6 @@
 // The machine that tests/emulator stands for, in place of cuda_src/core/ptx.cuh: each CUDA thread is a fiber on the CPU, copies land at
-// random moments, and the next fiber to go on is drawn at random. Every other device file is compiled as it is.
+// random moments, and the next fiber to go on is drawn at random. A CTA goes on until it has ended or can only wait for another one.
+// Every other device file is compiled as it is.
 #pragma once
 
 #include <ucontext.h>
@@ -45,7 +46,7 @@ namespace emulator {
 
 constexpr int kMaxSmem = 232448;
 constexpr int kStackBytes = 128 * 1024;
-constexpr long kPatience = 2000;  // rounds of every fiber without any event: a deadlock
+constexpr long kPatience = 50;  // rounds of every fiber without any event: none comes unless from another CTA
 
 struct Rendezvous {
   int waiting = 0;
@@ -62,12 +63,15 @@ struct Fiber {
 };
 
 struct Cta {
+  int index = 0;
+  std::unique_ptr<char[]> smem;  // while another CTA runs
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Rendezvous barriers[16];
   std::vector<std::function<void()>> copies;  // in flight
   ucontext_t scheduler;
   int current = 0;
+  int left = -1;  // threads that have not ended; -1 before the start
   long events = 0;
   bool waited = false;
   std::mt19937 random;
@@ -131,14 +135,12 @@ inline void land_one() {
   event();
 }
 
-// Runs one CTA to its end. False, with `failure` set, when nothing can go on.
-inline bool run_cta(int threads, unsigned seed) {
-  Cta state;
-  cta = &state;
-  state.random.seed(seed);
-  state.fibers.resize(static_cast<size_t>(threads));
-  state.warps.resize(static_cast<size_t>(threads) / 32);
-  for (Fiber& fiber : state.fibers) {
+inline void start_cta(int threads, unsigned seed) {
+  cta->random.seed(seed);
+  cta->left = threads;
+  cta->fibers.resize(static_cast<size_t>(threads));
+  cta->warps.resize(static_cast<size_t>(threads) / 32);
+  for (Fiber& fiber : cta->fibers) {
     fiber.stack.reset(new char[kStackBytes]);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -146,28 +148,74 @@ inline bool run_cta(int threads, unsigned seed) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
   }
+}
+
+// Runs the CTA until it has ended or waits for another one.
+inline void run_cta() {
+  Cta& state = *cta;
+  const int threads = static_cast<int>(state.fibers.size());
   long idle = 0, seen = -1;
-  for (int left = threads; left > 0;) {
+  while (state.left > 0 && (idle <= kPatience || !state.copies.empty()) && failure.empty()) {
     if (drop_copies) state.copies.clear();
     if (!state.copies.empty() && state.random() % 2 == 0) land_one();
     const int start = static_cast<int>(state.random() % static_cast<unsigned>(threads));
-    left = 0;
-    for (int i = 0; i < threads; ++i) {
+    state.left = 0;
+    for (int i = 0; i < threads && failure.empty(); ++i) {
       const int at = (start + i) % threads;
       if (state.fibers[static_cast<size_t>(at)].done) continue;
-      ++left;
+      ++state.left;
       state.current = at;
       swapcontext(&state.scheduler, &state.fibers[static_cast<size_t>(at)].context);
-      if (!failure.empty()) return false;
     }
     idle = state.events == seen ? idle + 1 : 0;
     seen = state.events;
-    if (idle > kPatience && state.copies.empty()) {
-      failure = "deadlock: CTA " + std::to_string(block_index.x) + ", " + std::to_string(left) + " threads wait for ever";
-      return false;
+  }
+  while (state.left == 0 && !state.copies.empty()) land_one();
+}
+
+// Runs a grid, all its CTAs resident, one at a time until it waits for another; in the order of their indices or against it. False,
+// with `failure` set, when nothing can go on.
+inline bool run_grid(int grid, int threads, unsigned seed, char* smem) {
+  failure.clear();
+  grid_size = {grid, 1, 1};
+  block_size = {threads, 1, 1};
+  std::vector<Cta> ctas(static_cast<size_t>(grid));
+  int left = grid;
+  for (bool moved = true; left > 0;) {
+    if (!moved) {
+      for (const Cta& stuck : ctas)
+        if (stuck.left > 0) {
+          failure = "deadlock: CTA " + std::to_string(stuck.index) + ", " + std::to_string(stuck.left) + " threads wait for ever";
+          return false;
+        }
+    }
+    moved = false;
+    for (int i = 0; i < grid; ++i) {
+      const int index = seed % 2 ? grid - 1 - i : i;
+      cta = &ctas[static_cast<size_t>(index)];
+      if (cta->left == 0) continue;
+      block_index = {index, 0, 0};
+      if (cta->left < 0) {
+        cta->index = index;
+        std::memset(smem, 0xff, kMaxSmem);
+        start_cta(threads, seed + static_cast<unsigned>(index));
+        if (on_start) on_start(index);
+      } else {
+        std::memcpy(smem, cta->smem.get(), kMaxSmem);
+      }
+      const long before = cta->events;
+      run_cta();
+      if (!failure.empty()) return false;
+      moved = moved || cta->events != before;
+      if (cta->left == 0) {
+        --left;
+        cta->fibers.clear();
+      } else {
+        if (!cta->smem) cta->smem.reset(new char[kMaxSmem]);
+        std::memcpy(cta->smem.get(), smem, kMaxSmem);
+      }
     }
   }
-  while (!state.copies.empty()) land_one();
   return true;
 }
 
@@ -294,6 +342,10 @@ inline void mbarrier_wait(u64* word, u32 parity) {
 
 inline u64 global_nanoseconds() { return static_cast<u64>(emulator::cta->events) + 1; }
 inline u32 sm_id() { return static_cast<u32>(emulator::block_index.x); }
+
+struct Patience {
+  void check() const { emulator::yield(); }
+};
 
 inline bool elect_one() { return emulator::cta->current % 32 == 0; }
 inline u64 evict_first_policy() { return 0; }

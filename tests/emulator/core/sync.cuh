@@ -1,14 +1,15 @@
-// In place of cuda_src/core/sync.cuh: CTAs run one after another here, so an atomic is a read and a write.
+// In place of cuda_src/core/sync.cuh: all fibers run on one thread, so a word is an ordinary one.
 #pragma once
 
 #include "core/ptx.cuh"
 
 namespace cuk {
 
-inline u32 atomic_inc_wrap_acq_rel(u32* counter, u32 last) {
-  const u32 old = *counter;
-  *counter = old >= last ? 0 : old + 1;
-  return old;
-}
+constexpr u64 kEmptyWord = ~0ull;
 
+inline void post(u64* word, u64 content) {
+  *word = content;
+  emulator::event();
+}
+inline u64 peek(const u64* word) { return *word; }
 }  // namespace cuk
