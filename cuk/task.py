@@ -132,16 +132,6 @@ class Task(abc.ABC):
         """Shared memory of each team."""
         return 0
 
-    @property
-    def siblings(self) -> int:
-        """How many tasks of consecutive index make one output, each handing words to the last of them."""
-        return 1
-
-    @property
-    def mailbox_bytes(self) -> int:
-        """The words of one output: shared memory of each CTA where siblings run as a cluster."""
-        return 0
-
     # ---- the operator ----
     @property
     @abc.abstractmethod

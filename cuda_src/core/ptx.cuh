@@ -194,27 +194,6 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// ---- clusters ----
-
-__device__ __forceinline__ u32 cluster_size() {
-  u32 size;
-  asm("mov.u32 %0, %cluster_nctarank;" : "=r"(size));
-  return size;
-}
-
-// All threads of all CTAs of the cluster; orders their accesses to each other's shared memory.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Where the CTA of that rank in the cluster has what lies at `mine` in this one's shared memory, as a generic address.
-template <class T>
-__device__ __forceinline__ T* in_cta_of_cluster(T* mine, u32 rank) {
-  T* theirs;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
-  return theirs;
-}
-
 // ---- barriers among the threads of a CTA ----
 
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {

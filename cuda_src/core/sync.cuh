@@ -8,7 +8,7 @@
 // read but what the word itself carries, so there is nothing for a release or an acquire to order: no fence, whose wait for
 // everything in flight on the SM an atomic counter's acq_rel costs. 64 bits, because the PTX model treats a wider access as
 // several. Who takes a word empties it; the next step's post to it is ordered after that by an edge between kernels. A word has
-// one taker. Words may lie in global memory or in the shared memory of a CTA of the same cluster. Only a task of a higher index waits for one of a lower, so tasks taken in order cannot wait in a circle.
+// one taker. Only a task of a higher index waits for one of a lower, so tasks taken in order cannot wait in a circle.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -18,13 +18,13 @@ namespace cuk {
 constexpr u64 kEmptyWord = ~0ull;
 
 __device__ __forceinline__ void post(u64* word, u64 content) {
-  asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(word), "l"(content) : "memory");
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(word), "l"(content) : "memory");
 }
 
 // What the word holds now, perhaps nothing.
 __device__ __forceinline__ u64 peek(const u64* word) {
   u64 content;
-  asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(content) : "l"(word) : "memory");
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(content) : "l"(word) : "memory");
   return content;
 }
 

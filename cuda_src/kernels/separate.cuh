@@ -20,7 +20,6 @@ struct LaunchArgs {
   int stage_bytes;    // multiple of 1024, which the 128-byte swizzle wants of a stage's address
   int shared_bytes;   // staged operands of the CTA, multiple of 128
   int scratch_bytes;  // of each team, multiple of 128
-  int mailbox_bytes;  // of a CTA in a cluster: what the tasks of an output hand to the last of them, multiple of 128
   int prefetch;       // stages that may load before the wait
   int in_flight;      // stages of a team that may be on their way at once, before the wait
   int in_flight_late;
@@ -29,7 +28,6 @@ struct LaunchArgs {
 template <bool kPdl, class Tracer>
 struct SeparatePolicy {
   Tracer tracer;
-  u64* mailbox;  // in the shared memory of the cluster's last CTA; null without a cluster
   bool first =
       true;  // looked at by tracing alone: griddepcontrol.wait may be repeated, and a flag kept for it costs a register
   __device__ void wait() {
@@ -37,8 +35,6 @@ struct SeparatePolicy {
     if (Tracer::kOn && first) tracer.mark(Event::kWaited);
     first = false;
   }
-  // Where the tasks of an output hand words to the last of them; `global`: in global memory.
-  __device__ u64* words(u64* global) const { return mailbox ? mailbox : global; }
 };
 
 // Walks the chunks of a team's tasks in order. A task's tile (what its index means) is worked out once.
@@ -112,8 +108,7 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
   }
 }
 
-// kCluster: the CTAs of a cluster hold all the tasks of an output, a task a team, which then hand words over in shared memory.
-template <class Task, int kTeams, bool kPdl, Trigger kTrigger, bool kCluster = false, class Tracer = NoTrace>
+template <class Task, int kTeams, bool kPdl, Trigger kTrigger, class Tracer = NoTrace>
 __device__ void separate(const typename Task::Args& args, const LaunchArgs& launch, Tracer tracer = {}) {
   static_assert(kTeams >= 1 && kTeams <= kMaxTeams, "more teams than a CTA has threads for");
   extern __shared__ __align__(1024) char smem[];
@@ -122,12 +117,12 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   const bool is_consumer = thread < kConsumers;
   const int index = is_consumer ? thread / kTeamThreads : (thread - kConsumers) / kWarpSize;
 
-  // Shared memory: the rings' stages, staged operands, team scratch, the mailbox, barriers.
+  // Shared memory: the rings' stages, staged operands, team scratch, barriers.
   const int ring_bytes = launch.num_stages * launch.stage_bytes;
   char* shared = smem + kTeams * ring_bytes;
   char* scratch = shared + launch.shared_bytes + index * launch.scratch_bytes;
-  char* mailbox = shared + launch.shared_bytes + kTeams * launch.scratch_bytes;
-  u64* barriers = reinterpret_cast<u64*>(mailbox + launch.mailbox_bytes) + index * 2 * launch.num_stages;
+  u64* barriers =
+      reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
   const Ring ring{smem + index * ring_bytes, barriers, barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
   tracer.begin(thread == 0);
   if (!is_consumer && thread % kWarpSize == 0) {
@@ -135,20 +130,11 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
     fence_mbarrier_init();
   }
   if (kPdl && kTrigger == Trigger::kStart && thread == 0) griddepcontrol_launch_dependents();
-  SeparatePolicy<kPdl, Tracer> policy{tracer, nullptr};
-  const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-  int first = index * grid + cta;
-  if constexpr (kCluster) {
-    first = cta * kTeams + index;
-#pragma unroll 1
-    for (int i = thread; i < launch.mailbox_bytes / 8; i += kTeams * kThreadsPerTeam) reinterpret_cast<u64*>(mailbox)[i] = kEmptyWord;
-    __syncwarp();  // the barrier wants whole warps
-    cluster_sync();
-    policy.mailbox = in_cta_of_cluster(reinterpret_cast<u64*>(mailbox), cluster_size() - 1);
-  } else {
-    __syncthreads();
-  }
-  const int stride = grid * kTeams;
+  __syncthreads();
+
+  const int stride = static_cast<int>(gridDim.x) * kTeams;
+  const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  SeparatePolicy<kPdl, Tracer> policy{tracer};
   if (!is_consumer) {
     produce<Task>(args, launch, ring, first, stride, policy);
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();

@@ -18,8 +18,7 @@ struct Argmax : Ringless {
   };
 
   template <class Policy>
-  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch, int,
-                                 const Policy& policy) {
+  static __device__ void consume(const Args& a, int task, RingConsumer&, const Team& team, char*, char* scratch, int, Policy&) {
     const int row = task / a.segments, first = (task - row * a.segments) * kSegment;
     const float* logits = a.logits + static_cast<size_t>(row) * a.vocab;
     const int end = min(first + kSegment, a.vocab);
@@ -32,7 +31,7 @@ struct Argmax : Ringless {
     }
     reduce(best, index, team, scratch);
     const int segment = task - row * a.segments;
-    u64* words = policy.words(a.words + static_cast<size_t>(row) * (a.segments - 1));
+    u64* words = a.words + static_cast<size_t>(row) * (a.segments - 1);
     if (segment < a.segments - 1) {
       if (team.thread == 0) post(words + segment, word_of(__float_as_uint(best), static_cast<u32>(index)));
       return;

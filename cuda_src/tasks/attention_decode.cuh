@@ -209,7 +209,7 @@ struct AttentionDecode {
         *reinterpret_cast<float2*>(out + m / 4 * 64 + m % 4 * 2) = make_float2(s.out[m][e], s.out[m][2 + e]);
     }
     team.sync();
-    merge(a, w, is_last, new_v, team, scratch, policy);
+    merge(a, w, is_last, new_v, team, scratch);
   }
 
  private:
@@ -277,11 +277,9 @@ struct AttentionDecode {
   }
 
   // Hands this task's range to the task of the last one; that task merges all ranges in index order, its own last.
-  template <class Policy>
-  static __device__ void merge(const Args& a, const Tile& w, bool is_last, u32 new_v, const Team& team, char* scratch,
-                               const Policy& policy) {
+  static __device__ void merge(const Args& a, const Tile& w, bool is_last, u32 new_v, const Team& team, char* scratch) {
     const int others = a.splits - 1, stride = a.heads_per_task * (kPairs + 1), pairs = w.num_heads * kPairs;
-    u64* words = policy.words(a.words + static_cast<size_t>(w.output) * others * stride);
+    u64* words = a.words + static_cast<size_t>(w.output) * others * stride;
     float2* ranges = reinterpret_cast<float2*>(scratch + 4 * (kWays * 2 * kHeads + kTeamWarps * a.heads_per_task * kHeadDim));
     Inbox<kInbox> inbox{words + team.thread, 0, stride};
     if (is_last) {

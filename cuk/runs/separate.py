@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuk.compile import Cubin, compile
-from cuk.launch import MAX_CLUSTER, Launch, capture, encode_tensor_map, gpu_missing
+from cuk.launch import Launch, capture, encode_tensor_map, gpu_missing
 from cuk.machine import Machine
 from cuk.program import Op, Program, View
 from cuk.runs.base import Run
@@ -40,9 +40,6 @@ class Footprint:
     scratch_bytes: int
     prefetch: int
     teams: int
-    grid: int
-    cluster: int = 1
-    mailbox_bytes: int = 0
     in_flight: int = 64
     in_flight_late: int = 64
     at_least: int = 0  # shared memory to take even where less is needed
@@ -54,14 +51,14 @@ class Footprint:
     @property
     def needed_bytes(self) -> int:
         barriers = self.teams * self.num_stages * 16
-        return barriers + self.shared_bytes + self.mailbox_bytes + self.teams * (self.scratch_bytes + self.num_stages * self.stage_bytes)
+        return barriers + self.shared_bytes + self.teams * (self.scratch_bytes + self.num_stages * self.stage_bytes)
 
     @property
     def threads(self) -> int:
         return self.teams * THREADS_PER_TEAM
 
     def pack(self) -> bytes:
-        return struct.pack("9i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.mailbox_bytes, self.prefetch, self.in_flight, self.in_flight_late)
+        return struct.pack("8i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch, self.in_flight, self.in_flight_late)
 
 
 def footprint(
@@ -73,7 +70,6 @@ def footprint(
     stages: int | None = None,
     ctas_per_sm: int = 2,
     prefetch: bool | int = True,
-    clusters: bool = True,
 ) -> Footprint:
     """The footprint of a task's kernel, the index-th of its program: `stages` ring stages a team, or as many as leave room for
     `ctas_per_sm` such CTAs on an SM. A team for each task where an SM has up to three; no more stages than a team's tasks fill.
@@ -85,9 +81,6 @@ def footprint(
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
     each_sm = ceil_div(task.num_tasks, machine.num_sms)
     teams = each_sm if each_sm <= max(teams, TEAMS_FOR_ONE_ROUND) else teams
-    cluster = task.siblings if clusters and 1 < task.siblings <= MAX_CLUSTER and teams == 1 and task.num_tasks <= machine.num_sms else 1
-    mailbox = task.mailbox_bytes if cluster > 1 else 0
-    grid = task.num_tasks if cluster > 1 else machine.num_sms
     useful = task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * teams)) if task.stage_bytes else 0
     limit = (
         machine.smem_per_cta_bytes if ctas_per_sm == 1 else machine.smem_per_sm_bytes // ctas_per_sm - machine.smem_reserved_per_cta_bytes
@@ -100,7 +93,7 @@ def footprint(
 
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)
-        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, grid, cluster, mailbox, in_flight(task, teams, IN_FLIGHT_BYTES), in_flight(task, teams, LATE_BYTES), at_least)
+        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, in_flight(task, teams, IN_FLIGHT_BYTES), in_flight(task, teams, LATE_BYTES), at_least)
 
     def most(limit: int) -> int:
         count = 0
@@ -130,16 +123,17 @@ def kernel_name(op: Op) -> str:
     return f"cuk_{op.kind}"
 
 
-def source_for(op: Op, fit: Footprint, *, pdl: bool, trigger: str, trace: bool = False) -> str:
+def source_for(op: Op, *, teams: int, pdl: bool, trigger: str, trace: bool = False) -> str:
     """The translation unit of one op's kernel, which carries the op's kind in its name."""
+    threads = teams * THREADS_PER_TEAM
     parameter, tracer, argument = (", cuk::u64* events", ", cuk::Trace", ", cuk::Trace{events}") if trace else ("", "", "")
-    registers = min(op.task.max_registers, REGISTERS_PER_SM // fit.threads // 8 * 8)
+    registers = min(op.task.max_registers, REGISTERS_PER_SM // threads // 8 * 8)
     return (
         '#include "kernels/separate.cuh"\n'
         f'#include "{op.task.header}"\n'
         f'extern "C" __global__ void __maxnreg__({registers})\n'
         f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch{parameter}) {{\n"
-        f"  cuk::separate<{op.task.struct}, {fit.teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}, {str(fit.cluster > 1).lower()}{tracer}>(args, launch{argument});\n"
+        f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}{tracer}>(args, launch{argument});\n"
         "}\n"
     )
 
@@ -185,7 +179,7 @@ class SeparateRun(Run):
             fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
                     for i, op in enumerate(program.ops)]  # fmt: skip
             sources = [
-                source_for(op, fit, pdl=self.programmatic, trigger=trigger, trace=trace)
+                source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace)
                 for op, fit in zip(program.ops, fits, strict=True)
             ]
             self._events = cupy.zeros((len(program.ops), self.machine.num_sms, len(EVENTS)), np.uint64) if trace else None
@@ -196,8 +190,7 @@ class SeparateRun(Run):
             self.launches = [
                 Launch(
                     functions[op.kind],
-                    grid=fit.grid,
-                    cluster=fit.cluster if fit.cluster > 1 else None,
+                    grid=self.machine.num_sms,
                     block=fit.threads,
                     args=(self._pack(i, op), fit.pack(), *([self._events[i]] if trace else [])),
                     smem_bytes=fit.smem_bytes,

@@ -83,24 +83,11 @@ class AttentionDecode(Task):
         return round_up(4 * (ways + 2 * (self.splits - 1) * self.heads_per_task), 128)
 
     @property
-    def siblings(self) -> int:
-        return self.splits
-
-    @property
-    def mailbox_bytes(self) -> int:
-        return round_up(8 * (self.splits - 1) * self.words_per_split, 128)
-
-    @property
-    def words_per_split(self) -> int:
-        """Pairs of columns of each head, and a maximum with its sum."""
-        return self.heads_per_task * (self.head_dim // 2 + 1)
-
-    @property
     def operands(self) -> dict[str, Operand]:
         q = (self.batch, self.kv_heads * self.group * self.head_dim)
         cache = Operand((self.batch, self.kv_heads, self.capacity, self.head_dim), "bfloat16", role="cache")
         outputs = self.batch * self.kv_heads * self.head_blocks
-        shape = (outputs, self.splits - 1, self.words_per_split)
+        shape = (outputs, self.splits - 1, self.heads_per_task * (self.head_dim // 2 + 1))
         words = {"words": Operand(shape, "uint64", "inout", role="scratch")} if self.splits > 1 else {}
         return {
             "q": Operand(q, "bfloat16"),
@@ -139,7 +126,7 @@ class AttentionDecode(Task):
 
     def _words(self, output: int, low: int, high: int) -> Region:
         """What the ranges low … high - 1 of an output hand over."""
-        return Region("words", ((output, output + 1), (low, high), (0, self.words_per_split)))
+        return Region("words", ((output, output + 1), (low, high), (0, self.heads_per_task * (self.head_dim // 2 + 1))))
 
     def writes(self, task: int) -> list[Region]:
         b, _, columns = self._where(task)

@@ -30,11 +30,10 @@ COMPILER = shutil.which("g++")
 CACHE = Path(tempfile.gettempdir()) / f"cuk-emulator-{os.getuid()}"
 
 RUN = """
-extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch, int grid, int block, int cluster, unsigned seed,
-                              bool drop_copies) {{
+extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch, int grid, int block, unsigned seed, bool drop_copies) {{
   emulator::drop_copies = drop_copies;
   emulator::body = [&] {{ {kernel}(*args, *launch); }};
-  return emulator::run_grid(grid, block, cluster, seed, cuk::smem) ? nullptr : emulator::failure.c_str();
+  return emulator::run_grid(grid, block, seed, cuk::smem) ? nullptr : emulator::failure.c_str();
 }}
 extern "C" void hooks(void (*start)(int), void (*wait)(int)) {{
   emulator::on_start = start;
@@ -93,8 +92,8 @@ class EmulatedRun:
             start = -room.ctypes.data % 256
             self.buffers[name] = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
             self.buffers[name][...] = array
-        self.fits = fits = [footprint(op.task, self.machine, index=i, **switches) for i, op in enumerate(program.ops)]
-        units = {(source_for(op, fit, pdl=pdl, trigger="start"), kernel_name(op), f"{op.task.struct}::Args"): op.kind
+        fits = [footprint(op.task, self.machine, index=i, **switches) for i, op in enumerate(program.ops)]
+        units = {(source_for(op, teams=fit.teams, pdl=pdl, trigger="start"), kernel_name(op), f"{op.task.struct}::Args"): op.kind
                  for op, fit in zip(program.ops, fits, strict=True)}  # fmt: skip
         with ThreadPoolExecutor() as pool:
             libraries = dict(zip(units.values(), pool.map(lambda unit: library(*unit), units), strict=True))
@@ -122,7 +121,7 @@ class EmulatedRun:
         run.restype = ctypes.c_char_p
 
         def launch() -> None:
-            failure = run(args, words, fit.grid, fit.threads, fit.cluster, self.seed, self.drop_copies)
+            failure = run(args, words, self.machine.num_sms, fit.threads, self.seed, self.drop_copies)
             assert failure is None, f"{op.name}: {failure.decode()}"
 
         launch.keep, launch.library = maps, library

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cuk.programs import llama
 from cuk.runs.check import CheckFailed, check_bitwise, check_by_op
-from cuk.tasks import AttentionDecode, Linear
+from cuk.tasks import Linear
 from tests.alone import PROGRAMS, alone
 from tests.emulator import emulate
 from tests.emulator.emulate import EmulatedRun
@@ -41,20 +41,6 @@ def test_a_model(head_dim, batch, context):
     check_by_op(EmulatedRun(llama({**SMALL, "head_dim": head_dim}, batch=batch, context=context)))
 
 
-@pytest.mark.parametrize("clusters", [True, False])
-@pytest.mark.parametrize("splits", [8, 16])
-@pytest.mark.parametrize("seed", [0, 1])  # CTAs in the order of their indices, and against it
-def test_siblings_hand_over(splits, clusters, seed):
-    """In the shared memory of a cluster or in global memory, twice: who takes a word leaves it empty."""
-    task = AttentionDecode(batch=1, kv_heads=2, group=3, head_dim=64, capacity=800, context=700, splits=splits)
-    run = EmulatedRun(alone(task, [700]), seed=seed, num_sms=2 * splits, clusters=clusters)
-    assert (run.fits[0].cluster > 1) == clusters
-    for _ in range(2):
-        check_by_op(run)
-    words = run.buffers["attentiondecode.words"]
-    assert (words == np.uint64(2**64 - 1)).all()
-
-
 def test_bits_do_not_depend_on_teams_stages_or_sms():
     """The order of every sum is the op's own."""
     program = llama(SMALL, batch=2, context=90)
@@ -69,8 +55,6 @@ def test_bits_do_not_depend_on_teams_stages_or_sms():
     for switches in [
         dict(num_sms=1),
         dict(num_sms=7, teams=1),
-        dict(num_sms=64),
-        dict(num_sms=64, clusters=False),
         dict(num_sms=2, teams=4, ctas_per_sm=1),
         dict(stages=1),
         dict(stages=2, pdl=True, prefetch=1),

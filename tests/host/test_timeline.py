@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from cuk.compile import compile, layout
-from cuk.machine import Machine
 from cuk.programs import llama
-from cuk.runs.separate import footprint, kernel_name, source_for
+from cuk.runs.separate import kernel_name, source_for
 from cuk.timeline import EVENTS, Timeline
 
 
@@ -48,6 +47,6 @@ def test_events_are_in_the_order_of_the_device():
 def test_tracing_costs_nothing_when_it_is_off():
     """No instruction reads the timer for it, and no register is taken; the kernel that traces is another one."""
     op = next(op for op in llama("llama-3.2-1b").ops if op.kind == "o_proj")
-    plain, traced = (compile(source_for(op, footprint(op.task, Machine.load("h200")), pdl=True, trigger="start", trace=t), name=kernel_name(op)) for t in (False, True))
+    plain, traced = (compile(source_for(op, teams=2, pdl=True, trigger="start", trace=t), name=kernel_name(op)) for t in (False, True))
     assert "%smid" not in plain.ptx and "%smid" in traced.ptx
     assert traced.resources.spill_bytes == 0

@@ -77,9 +77,6 @@ struct Cta {
   std::mt19937 random;
 };
 inline Cta* cta;
-inline std::vector<Cta>* ctas;  // of the grid
-inline int cta_cluster = 1;     // CTAs of a cluster
-inline std::vector<Rendezvous> cluster_barriers;
 inline int3 block_index, grid_size, block_size;
 inline std::string failure;
 inline bool drop_copies = false;  // a test's: nothing ever lands
@@ -178,18 +175,15 @@ inline void run_cta() {
 
 // Runs a grid, all its CTAs resident, one at a time until it waits for another; in the order of their indices or against it. False,
 // with `failure` set, when nothing can go on.
-inline bool run_grid(int grid, int threads, int cluster, unsigned seed, char* smem) {
+inline bool run_grid(int grid, int threads, unsigned seed, char* smem) {
   failure.clear();
   grid_size = {grid, 1, 1};
   block_size = {threads, 1, 1};
-  std::vector<Cta> all(static_cast<size_t>(grid));
-  ctas = &all;
-  cta_cluster = cluster;
-  cluster_barriers.assign(static_cast<size_t>(grid / cluster), {});
+  std::vector<Cta> ctas(static_cast<size_t>(grid));
   int left = grid;
   for (bool moved = true; left > 0;) {
     if (!moved) {
-      for (const Cta& stuck : all)
+      for (const Cta& stuck : ctas)
         if (stuck.left > 0) {
           failure = "deadlock: CTA " + std::to_string(stuck.index) + ", " + std::to_string(stuck.left) + " threads wait for ever";
           return false;
@@ -198,7 +192,7 @@ inline bool run_grid(int grid, int threads, int cluster, unsigned seed, char* sm
     moved = false;
     for (int i = 0; i < grid; ++i) {
       const int index = seed % 2 ? grid - 1 - i : i;
-      cta = &all[static_cast<size_t>(index)];
+      cta = &ctas[static_cast<size_t>(index)];
       if (cta->left == 0) continue;
       block_index = {index, 0, 0};
       if (cta->left < 0) {
@@ -400,18 +394,6 @@ inline void tensor_load(void* destination, const TensorMap* map, int c0, int c1,
     }
     complete(word, bytes);
   });
-}
-
-inline u32 cluster_size() { return static_cast<u32>(emulator::cta_cluster); }
-inline void cluster_sync() {
-  emulator::meet(emulator::cluster_barriers[static_cast<size_t>(emulator::cta->index / emulator::cta_cluster)],
-                 emulator::cta_cluster * emulator::block_size.x);
-}
-template <class T>
-inline T* in_cta_of_cluster(T* mine, u32 rank) {
-  const int index = emulator::cta->index / emulator::cta_cluster * emulator::cta_cluster + static_cast<int>(rank);
-  if (index == emulator::cta->index) return mine;
-  return reinterpret_cast<T*>((*emulator::ctas)[static_cast<size_t>(index)].smem.get() + (reinterpret_cast<char*>(mine) - smem));
 }
 
 inline void griddepcontrol_wait() {
