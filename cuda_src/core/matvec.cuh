@@ -1,7 +1,13 @@
 // The main loop of every projection: partial sums of y[b, n] = sum_k x[b, k] * w[n, k] for eight rows n and b < 16.
 //
-// The tensor cores take x as the 16-row operand and eight weight rows as the 8-column one, so a batch of 1 to 16 costs the
-// same weight traffic and a tile can be as fine as eight rows. Cost of a tile: 16 * k bytes of weights, 16 * batch * k flops.
+// The tensor cores take eight weight rows as half of the 16-row operand and x as the 8-column one, so a batch of 1 to 8 costs the
+// same weight traffic (9 to 16 take two products) and a tile can be as fine as eight rows. Cost of a tile: 16 * k bytes of weights,
+// 16 * batch * k flops.
+//
+// A lane's 16 bytes of a weight row are four registers in a row, and go in as they are: registers 0 and 2 stand for row g, 1 and 3 for
+// row g + 8. With registers 0 and 1 of x as it is staged (elements 0, 1, 4, 5 of eight) the rows g of the product are the sum
+// over those columns and the other rows are nothing; with registers 2 and 3 it is the other way round. Two products for 512 bytes
+// of a warp, and no instruction that moves or clears a register.
 //
 // The order of a sum is fixed by k alone: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …; within a block,
 // step s of four adds into accumulator s; then ((a0 + a1) + (a2 + a3)) per warp, and the warps in index order.
@@ -10,7 +16,7 @@
 // shared memory it is [block][tile row][64 columns] with the 128-byte swizzle: 16-byte unit u of row r lies at u ^ r. A copy costs
 // its issuer about 100 cycles whatever its size: one a stage, where eight row copies held a team to half its share of the bandwidth.
 //
-// Column g of the tensor-core tile is tile row g / 2 + 4 * (g % 2): the quarter-warp that reads 16 bytes a lane then covers two
+// Row g of the tensor-core tile is tile row g / 2 + 4 * (g % 2): the quarter-warp that reads 16 bytes a lane then covers two
 // rows whose units differ in bit 2, which the swizzle keeps in different banks. x rows are padded by 64 bytes to the same end.
 #pragma once
 
@@ -52,7 +58,8 @@ struct Matvec {
   }
   static __device__ float* inverse_rms(char* scratch) { return reinterpret_cast<float*>(scratch) + 2 * kPartials; }
 
-  // Crew's shared memory: x [batch][x_pitch], then the sums of squares [batch][segments].
+  // Crew's shared memory: x [batch][x_pitch], elements 2, 3 and 4, 5 of each eight exchanged; then the sums of squares
+  // [batch][segments].
   static __device__ int x_pitch(int k) { return round_up(k, kBlockK) * 2 + kPadBytes; }
   // Where a task's own shared operands may follow.
   static __device__ int x_bytes(int batch, int k) {
@@ -121,7 +128,7 @@ struct Matvec {
           for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
           if (at.unit % kWarpSize == 0) squares[(at.row * units + at.unit) / kWarpSize] = sum;
         }
-        if (at.unit * 8 < k) *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = v[d];
+        if (at.unit * 8 < k) *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
         at.unit += crew.num_threads;
         at.wrap(units);
         if (kNorm && at.row < batch && at.unit * 8 < k) weight = load_constant(norm + at.unit * 8);
@@ -155,12 +162,6 @@ struct Matvec {
     }
   }
 
-  struct XOperand {
-    Vec16 v[2][kBatchHalves];  // the two halves of a block
-    bool active[2];
-    int high;  // bytes from row b to row b + 8
-  };
-
   // ---- team: the tile's sums. Returns y of (batch = thread / 8, tile row = thread % 8), for threads < 8 * kMaxBatch ----
   static __device__ float sums(RingConsumer& ring, const Team& team, int batch, int k, const char* shared, char* scratch,
                                int iteration) {
@@ -169,41 +170,39 @@ struct Matvec {
     const int tile_row = g / 2 + g % 2 * 4;
     const int unit[2] = {(t ^ tile_row) * 16, ((t + 4) ^ tile_row) * 16};
     const int w_offset = warp * kBlockBytes + tile_row * (kBlockK * 2);
-    const int x_offset = (kStreamX ? kStageWeights : 0) + g * (kStreamX ? kXPitch : x_pitch(k)) + warp * (kBlockK * 2) + t * 16;
-    const int high = 8 * (kStreamX ? kXPitch : x_pitch(k));
-    float acc[4][4] = {};
-    // Lanes of rows past the batch hold zeros throughout: their loads are off, and a quarter-warp of them costs no bank cycle.
-    XOperand x{};
-    x.active[0] = g < batch;
-    x.active[1] = g + 8 < batch;
-    x.high = high;
+    const int pitch = kStreamX ? kXPitch : x_pitch(k);
+    // Columns past the batch repeat its last row: what they give is not looked at.
+    int x_offset[kBatchHalves];
+#pragma unroll
+    for (int h = 0; h < kBatchHalves; ++h)
+      x_offset[h] = (kStreamX ? kStageWeights : 0) + min(g + 8 * h, batch - 1) * pitch + warp * (kBlockK * 2) + t * 16;
+    float acc[kBatchHalves][4][4] = {};
     const int chunks = chunks_of(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const char* stage = ring.wait();
       const char* w_row = stage + w_offset;
-      const char* x_row = (kStreamX ? stage : shared + chunk * (kChunkK * 2)) + x_offset;
+      const char* x = kStreamX ? stage : shared + chunk * (kChunkK * 2);
       if ((chunk + 1) * kChunkK <= k) {
 #pragma unroll
-        for (int j = 0; j < kBlocksPerWarp; ++j) add_block(acc, w_row, x_row, x, unit, j, kBlockK);
+        for (int j = 0; j < kBlocksPerWarp; ++j) add_block(acc, w_row, x, unit, x_offset, j, kBlockK);
       } else {
 #pragma unroll 1
         for (int j = 0; j < kBlocksPerWarp; ++j)
-          add_block(acc, w_row, x_row, x, unit, j, k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8);
+          add_block(acc, w_row, x, unit, x_offset, j, k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8);
       }
       ring.release(lane);
     }
     float* partial = partials(scratch, iteration);
 #pragma unroll
-    for (int h = 0; h < kBatchHalves; ++h) {
-      const float even = (acc[0][2 * h] + acc[1][2 * h]) + (acc[2][2 * h] + acc[3][2 * h]);
-      const float odd = (acc[0][2 * h + 1] + acc[1][2 * h + 1]) + (acc[2][2 * h + 1] + acc[3][2 * h + 1]);
-      if (g + 8 * h < batch) {  // columns 2 t and 2 t + 1 are tile rows t and t + 4
-        float* to = partial + (warp * kMaxBatch + g + 8 * h) * kTileRows + t;
-        to[0] = even;
-        to[4] = odd;
+    for (int h = 0; h < kBatchHalves; ++h)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int b = 8 * h + 2 * t + e;
+        if (b < batch)
+          partial[(warp * kMaxBatch + b) * kTileRows + tile_row] =
+              (acc[h][0][e] + acc[h][1][2 + e]) + (acc[h][2][e] + acc[h][3][2 + e]);
       }
-    }
     team.sync();
     float sum = 0.f;
     if (team.thread < kTileRows * batch) {
@@ -217,23 +216,21 @@ struct Matvec {
  private:
   // Adds the warp's j-th block of a chunk. `left`: columns from this lane's first to the row's end; past it the box holds the next
   // row's columns and x whatever was there, either of which may be NaN.
-  static __device__ __forceinline__ void add_block(float (&acc)[4][4], const char* w_row, const char* x_row, XOperand& x,
-                                                   const int (&unit)[2], int j, int left) {
+  static __device__ __forceinline__ void add_block(float (&acc)[kBatchHalves][4][4], const char* w_row, const char* x,
+                                                   const int (&unit)[2], const int (&x_offset)[kBatchHalves], int j, int left) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Vec16(&v)[kBatchHalves] = x.v[half];
-      Vec16 w = *reinterpret_cast<const Vec16*>(w_row + j * (kTeamWarps * kBlockBytes) + unit[half]);
       const bool inside = left > half * 32;
+      Vec16 w = *reinterpret_cast<const Vec16*>(w_row + j * (kTeamWarps * kBlockBytes) + unit[half]);
+      if (!inside) w = Vec16{};
 #pragma unroll
       for (int h = 0; h < kBatchHalves; ++h) {
-        if (!inside) v[h] = Vec16{};
-        load_shared_if(v[h], x_row + h * x.high + j * (kTeamWarps * kBlockK * 2) + half * 64, inside && x.active[h]);
+        Vec16 v = *reinterpret_cast<const Vec16*>(x + x_offset[h] + j * (kTeamWarps * kBlockK * 2) + half * 64);
+        if (!inside) v = Vec16{};
+        if (kStreamX) v = Vec16{v.x, v.z, v.y, v.w};
+        mma_k16(acc[h][2 * half], w.x, w.y, w.z, w.w, v.x, v.y);
+        mma_k16(acc[h][2 * half + 1], w.x, w.y, w.z, w.w, v.z, v.w);
       }
-      if (!inside) w = Vec16{};
-      constexpr int kHigh = kBatchHalves - 1;
-      const u32 high[4] = {kHigh ? v[kHigh].x : 0u, kHigh ? v[kHigh].y : 0u, kHigh ? v[kHigh].z : 0u, kHigh ? v[kHigh].w : 0u};
-      mma_k16(acc[2 * half], v[0].x, high[0], v[0].y, high[1], w.x, w.y);
-      mma_k16(acc[2 * half + 1], v[0].z, high[2], v[0].w, high[3], w.z, w.w);
     }
   }
 

@@ -68,16 +68,6 @@ __device__ __forceinline__ Vec16 load_constant(const void* pointer) {
   return v;
 }
 
-// Shared memory into `v` where `active`; elsewhere `v` keeps what it held.
-__device__ __forceinline__ void load_shared_if(Vec16& v, const void* pointer, bool active) {
-  asm volatile(
-      "{\n\t.reg .pred active;\n\t"
-      "setp.ne.u32 active, %5, 0;\n\t"
-      "@active ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "r"(smem_address(pointer)), "r"(static_cast<u32>(active)));
-}
-
 // A pairwise select of two 16-bit halves: the low (high) halves of `a` and `b`.
 __device__ __forceinline__ u32 pack_low(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ u32 pack_high(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
@@ -205,8 +195,7 @@ __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
 // b: rows 2t, 2t+1 (b0) and 2t+8, 2t+9 (b1), column g. d: row g, columns 2t, 2t+1 (d0, d1); row g + 8 (d2, d3).
 
 __device__ __forceinline__ void mma_k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -214,7 +203,7 @@ __device__ __forceinline__ void mma_k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u
 
 // The same with k = 8: a0 (row g) and a1 (row g + 8) hold columns 2t, 2t+1; b0 holds rows 2t, 2t+1 of column g.
 __device__ __forceinline__ void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(b0));
 }

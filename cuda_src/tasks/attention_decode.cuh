@@ -94,7 +94,7 @@ struct AttentionDecode {
   // (of the 64-column width m / 4) for heads 2 t and 2 t + 1, t = lane % 4. The weights come out of the score tile in just the
   // layout that the second product takes, and no accumulator is spent on padding heads.
   struct State {
-    Vec16 q[kWidths][2];
+    Vec16 q[kWidths][2] = {};  // elements 2, 3 and 4, 5 of each eight exchanged: one product takes the first and last two, one the others
     float maximum = -infinity(), sum = 0.f;
     float out[kWidths * 4][4] = {};
   };
@@ -117,12 +117,12 @@ struct AttentionDecode {
         for (int half = 0; half < 2; ++half) {
           const Vec16 q = s.q[width][half];
           const Vec16 k = *reinterpret_cast<const Vec16*>(k_row + o * 2 * kRowBytes + width * 128 + half * 64);
-          mma_k16(even, q.x, 0u, q.y, 0u, k.x, k.y);
-          mma_k16(odd, q.z, 0u, q.w, 0u, k.z, k.w);
+          mma_k16(even, q.x, q.y, q.z, q.w, k.x, k.y);
+          mma_k16(odd, q.x, q.y, q.z, q.w, k.z, k.w);
         }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        score[o][e] = valid(o, e) ? (even[e] + odd[e]) * scale_log2 : -infinity();
+        score[o][e] = valid(o, e) ? (even[e] + odd[2 + e]) * scale_log2 : -infinity();
         top = fmaxf(top, score[o][e]);
       }
     }
@@ -176,7 +176,10 @@ struct AttentionDecode {
     for (int width = 0; width < kWidths; ++width)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        s.q[width][half] = g < w.num_heads ? *reinterpret_cast<const Vec16*>(q + width * 64 + half * 32) : Vec16{};
+        if (g < w.num_heads) {
+          const Vec16 v = *reinterpret_cast<const Vec16*>(q + width * 64 + half * 32);
+          s.q[width][half] = Vec16{v.x, v.z, v.y, v.w};
+        }
     u32 new_v = 0;  // the columns of V that this thread will merge
     if (is_last) {
       const size_t row = w.cache + static_cast<size_t>(w.position) * kHeadDim;
