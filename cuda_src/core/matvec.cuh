@@ -30,9 +30,6 @@ constexpr int kBlockK = 64;     // columns that a warp takes at a time
 constexpr int kSegmentK = 256;  // columns whose squares one warp sums while it stages x
 constexpr int kPadBytes = 64;
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-
 // kBatchHalves: 1 for batch <= 8, else 2. kStreamX: x does not fit in shared memory and comes through the ring with the
 // weights. kChunkK: columns of one ring stage.
 template <int kBatchHalves, bool kStreamX, int kChunkK>

@@ -8,7 +8,8 @@
 // read but what the word itself carries, so there is nothing for a release or an acquire to order: no fence, whose wait for
 // everything in flight on the SM an atomic counter's acq_rel costs. 64 bits, because the PTX model treats a wider access as
 // several. Who takes a word empties it; the next step's post to it is ordered after that by an edge between kernels. A word has
-// one taker. Only a task of a higher index waits for one of a lower, so tasks taken in order cannot wait in a circle.
+// one taker. Unless all tasks of an op run at once, only a task of a higher index waits for one of a lower, so tasks taken in order
+// cannot wait in a circle.
 #pragma once
 
 #include "core/ptx.cuh"

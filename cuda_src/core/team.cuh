@@ -5,6 +5,9 @@
 
 namespace cuk {
 
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
 constexpr int kTeamWarps = 4;
 constexpr int kTeamThreads = kTeamWarps * kWarpSize;
 constexpr int kThreadsPerTeam = kTeamThreads + kWarpSize;  // with its producer warp

@@ -28,6 +28,7 @@ struct LaunchArgs {
 template <bool kPdl, class Tracer>
 struct SeparatePolicy {
   Tracer tracer;
+  bool all_at_once;
   bool first =
       true;  // looked at by tracing alone: griddepcontrol.wait may be repeated, and a flag kept for it costs a register
   __device__ void wait() {
@@ -35,6 +36,8 @@ struct SeparatePolicy {
     if (Tracer::kOn && first) tracer.mark(Event::kWaited);
     first = false;
   }
+  // Whether all tasks of the op run at the same time, so that each may wait for any other.
+  __device__ bool together() const { return all_at_once; }
 };
 
 // Walks the chunks of a team's tasks in order. A task's tile (what its index means) is worked out once.
@@ -134,7 +137,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
 
   const int stride = static_cast<int>(gridDim.x) * kTeams;
   const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  SeparatePolicy<kPdl, Tracer> policy{tracer};
+  SeparatePolicy<kPdl, Tracer> policy{tracer, launch.num_tasks <= stride};
   if (!is_consumer) {
     produce<Task>(args, launch, ring, first, stride, policy);
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();

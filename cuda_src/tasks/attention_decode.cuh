@@ -1,7 +1,8 @@
 // out[b, h, :] = softmax(q[b, h, :] . K[b, h / group, :p + 1, :] / sqrt(kHeadDim)) @ V[b, h / group, :p + 1, :],  p = positions[b].
 // q, out: [batch, kv_heads * group * kHeadDim] bf16   k_cache, v_cache: [batch, kv_heads, capacity, kHeadDim] bf16.
-// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding); the task of an
-// output's last range merges them in index order. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
+// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding). Each range's result is
+// posted, pair of columns by pair, and whoever merges a pair takes it from all ranges: every sibling its share of the pairs where
+// all tasks run at once, else the last sibling all of them. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
 //
 // The p old positions come through the ring, without waiting for any kernel of this step: they were written in earlier steps.
 // The new position, which this step's Qkv appends, is read from global memory after the wait, by the last range's task, where it
@@ -36,9 +37,10 @@ struct AttentionDecode {
   struct Args {
     const bf16 *q, *k_cache, *v_cache;
     const int* positions;
-    u64* words;  // [batch, kv_heads, head_blocks, splits - 1, heads_per_task * (kPairs + 1)]: pairs of columns, then (maximum, sum)
+    u64* words;  // [batch, kv_heads, head_blocks, heads_per_task * kPairs, splits, 2]: two columns; the head's maximum and sum
     bf16* out;
     int kv_heads, group, heads_per_task, capacity, splits;
+    int lanes;  // that merge a pair: a power of two, splits or more of them up to 32
     float scale_log2;  // log2(e) / sqrt(kHeadDim)
   };
 
@@ -212,21 +214,33 @@ struct AttentionDecode {
         *reinterpret_cast<float2*>(out + m / 4 * 64 + m % 4 * 2) = make_float2(s.out[m][e], s.out[m][2 + e]);
     }
     team.sync();
-    merge(a, w, is_last, new_v, team, scratch);
+    merge(a, w, new_v, team, scratch, policy.together());
   }
 
  private:
-  // Scratch: maximum and sum [way][2][kHeads]; outputs [warp][heads_per_task][kHeadDim]; maximum and sum of the other ranges
-  // [splits - 1][heads_per_task].
+  // Scratch: maximum and sum [way][2][kHeads]; outputs [warp][heads_per_task][kHeadDim].
   struct Partial {
-    float maximum, sum;
-    float2 out;  // of one pair of columns
+    float maximum = -infinity(), sum = 0.f;
+    float2 out{0.f, 0.f};  // of one pair of columns
     __device__ void add(float weight, float other_sum, float2 other_out) {
       sum = fmaf(weight, other_sum, sum);
       out.x = fmaf(weight, other_out.x, out.x);
       out.y = fmaf(weight, other_out.y, out.y);
     }
+    __device__ void scale_to(float top) {
+      const float weight = weight_of(maximum, top);
+      maximum = top;
+      sum *= weight;
+      out.x *= weight;
+      out.y *= weight;
+    }
+    __device__ u32 normalised() const {
+      const float scale = __frcp_rn(sum);
+      return pack_bf16(out.x * scale, out.y * scale);
+    }
   };
+  // What counted nothing has maximum -inf and weight 0, also where nothing has counted.
+  static __device__ float weight_of(float maximum, float top) { return exp2_approx(maximum - (top == -infinity() ? 0.f : top)); }
 
   // The new position's scores, a warp taking every fourth head.
   static __device__ void score_new(const Args& a, const Tile& w, const bf16* k, const Team& team, char* scratch) {
@@ -255,84 +269,73 @@ struct AttentionDecode {
     }
   }
 
-  // This task's own range of one pair of columns: the ways in index order. A way that counted nothing has maximum -inf and weight 0.
+  // This task's range of one pair of columns: the ways in index order.
   static __device__ Partial merge_ways(const Args& a, int pair, int ways, u32 new_v, const char* scratch) {
-    const float* ml = reinterpret_cast<const float*>(scratch);
-    const float* outs = ml + kWays * 2 * kHeads;
-    const int head = pair / kPairs;
+    const float* ml = reinterpret_cast<const float*>(scratch) + pair / kPairs;
+    const float* outs = reinterpret_cast<const float*>(scratch) + kWays * 2 * kHeads + pair * 2;
     float maxima[kWays];
-    Partial merged{-infinity(), 0.f, make_float2(0.f, 0.f)};
+    Partial merged;
 #pragma unroll
     for (int way = 0; way < kWays; ++way) {
-      maxima[way] = way < ways ? ml[way * 2 * kHeads + head] : -infinity();
+      maxima[way] = way < ways ? ml[way * 2 * kHeads] : -infinity();
       merged.maximum = fmaxf(merged.maximum, maxima[way]);
     }
-    const float base = merged.maximum == -infinity() ? 0.f : merged.maximum;
 #pragma unroll
     for (int way = 0; way < kWays; ++way) {
       if (way >= ways) break;
-      const float weight = exp2_approx(maxima[way] - base);
-      const float2 out = way < kTeamWarps ? *reinterpret_cast<const float2*>(outs + way * a.heads_per_task * kHeadDim + pair * 2)
+      const float2 out = way < kTeamWarps ? *reinterpret_cast<const float2*>(outs + way * a.heads_per_task * kHeadDim)
                                           : make_float2(low_to_float(new_v), high_to_float(new_v));
-      merged.add(weight, ml[(way * 2 + 1) * kHeads + head], out);
+      merged.add(weight_of(maxima[way], merged.maximum), ml[(way * 2 + 1) * kHeads], out);
     }
     return merged;
   }
 
-  // Hands this task's range to the task of the last one; that task merges all ranges in index order, its own last.
-  static __device__ void merge(const Args& a, const Tile& w, bool is_last, u32 new_v, const Team& team, char* scratch) {
-    const int others = a.splits - 1, stride = a.heads_per_task * (kPairs + 1), pairs = w.num_heads * kPairs;
-    u64* words = a.words + static_cast<size_t>(w.output) * others * stride;
-    float2* ranges = reinterpret_cast<float2*>(scratch + 4 * (kWays * 2 * kHeads + kTeamWarps * a.heads_per_task * kHeadDim));
-    Inbox<kInbox> inbox{words + team.thread, 0, stride};
-    if (is_last) {
-      inbox.count = team.thread < pairs ? min(others, kInbox) : 0;
-      inbox.peek();  // on their way while this thread waits for the maxima
-#pragma unroll 1
-      for (int i = team.thread; i < others * w.num_heads; i += kTeamThreads) {
-        const int range = i / w.num_heads, head = i - range * w.num_heads;
-        Inbox<1> ml{words + range * stride + a.heads_per_task * kPairs + head, 1, 0};
-        ml.peek();
-        ml.take();
-        ranges[range * a.heads_per_task + head] = floats_of(ml.content[0]);
-      }
-      team.sync();
-    }
+  // Posts this task's range, then merges its share of the pairs over all ranges.
+  static __device__ void merge(const Args& a, const Tile& w, u32 new_v, const Team& team, const char* scratch, bool together) {
+    const int pairs = w.num_heads * kPairs, ways = w.split == a.splits - 1 ? kWays : kTeamWarps;
+    u32* out = reinterpret_cast<u32*>(a.out + w.query);
+    u64* words = a.words + static_cast<size_t>(w.output) * (a.heads_per_task * kPairs * 2) * a.splits;
 #pragma unroll 1
     for (int pair = team.thread; pair < pairs; pair += kTeamThreads) {
-      const int head = pair / kPairs;
-      const Partial own = merge_ways(a, pair, is_last ? kWays : kTeamWarps, new_v, scratch);
-      if (!is_last) {
-        u64* mine = words + w.split * stride;
-        post(mine + pair, word_of(own.out.x, own.out.y));
-        if (pair % kPairs == 0) post(mine + a.heads_per_task * kPairs + head, word_of(own.maximum, own.sum));
+      const Partial mine = merge_ways(a, pair, ways, new_v, scratch);
+      if (a.splits == 1) {
+        out[pair] = mine.normalised();
         continue;
       }
-      const float2* ml = ranges + head;
-      Partial all{own.maximum, 0.f, make_float2(0.f, 0.f)};  // the maximum is finite: the new position counts
-#pragma unroll 4
-      for (int s = 0; s < others; ++s) all.maximum = fmaxf(all.maximum, ml[s * a.heads_per_task].x);
+      u64* to = words + (pair * a.splits + w.split) * 2;
+      post(to, word_of(mine.out.x, mine.out.y));
+      post(to + 1, word_of(mine.maximum, mine.sum));
+    }
+    const int readers = together ? a.splits : 1, reader = w.split - (a.splits - readers);
+    if (a.splits == 1 || reader < 0) return;
+    const int each = ceil_div(pairs, readers), end = min(pairs, (reader + 1) * each);
+    const int lane = team.thread % a.lanes;
 #pragma unroll 1
-      for (int first = 0; first < others; first += kInbox) {
-        if (first > 0 || pair != team.thread) {
-          inbox.words = words + first * stride + pair;
-          inbox.count = min(others - first, kInbox);
-          inbox.peek();
-        }
+    for (int first = reader * each; first < end; first += kTeamThreads / a.lanes) {
+      const int pair = first + team.thread / a.lanes;
+      Partial all;
+#pragma unroll 1
+      for (int split = lane; split < a.splits && pair < end; split += a.lanes) {
+        Inbox<2> inbox{words + (pair * a.splits + split) * 2, 2, 1};
+        inbox.peek();
         inbox.take();
-#pragma unroll
-        for (int s = 0; s < kInbox; ++s) {
-          if (s >= inbox.count) break;
-          const float2 range = ml[(first + s) * a.heads_per_task];
-          all.add(exp2_approx(range.x - all.maximum), range.y, floats_of(inbox.content[s]));
-        }
+        const float2 ml = floats_of(inbox.content[1]);
+        all.scale_to(fmaxf(all.maximum, ml.x));
+        all.add(weight_of(ml.x, all.maximum), ml.y, floats_of(inbox.content[0]));
       }
-      all.add(exp2_approx(own.maximum - all.maximum), own.sum, own.out);
-      const float scale = __frcp_rn(all.sum);
-      *reinterpret_cast<u32*>(a.out + w.query + 2 * pair) = pack_bf16(all.out.x * scale, all.out.y * scale);
+      float top = all.maximum;
+#pragma unroll 1
+      for (int step = a.lanes / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
+      all.scale_to(top);
+#pragma unroll 1
+      for (int step = a.lanes / 2; step > 0; step /= 2) {
+        all.sum += __shfl_xor_sync(kFullMask, all.sum, step);
+        all.out.x += __shfl_xor_sync(kFullMask, all.out.x, step);
+        all.out.y += __shfl_xor_sync(kFullMask, all.out.y, step);
+      }
+      if (lane == 0 && pair < end) out[pair] = all.normalised();
     }
   }
-  static constexpr int kInbox = 16;  // words in flight a thread
 };
 
 }  // namespace cuk

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over its KV cache, split over the context and merged by the last range's task."""
+"""Attention of one new token per sequence over its KV cache, split over the context and which its tasks merge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class AttentionDecode(Task):
         Field(name, kind)
         for name, kind in [("q", "ptr"), ("k_cache", "ptr"), ("v_cache", "ptr"), ("positions", "ptr"), ("words", "ptr"),
                            ("out", "ptr"), ("kv_heads", "i32"), ("group", "i32"),
-                           ("heads_per_task", "i32"), ("capacity", "i32"), ("splits", "i32"), ("scale_log2", "f32")]
+                           ("heads_per_task", "i32"), ("capacity", "i32"), ("splits", "i32"), ("lanes", "i32"),
+                           ("scale_log2", "f32")]
     )  # fmt: skip
 
     def __post_init__(self):
@@ -78,16 +79,15 @@ class AttentionDecode(Task):
 
     @property
     def scratch_bytes(self) -> int:
-        """Maxima, sums and outputs of four warps and the new position, maxima and sums of the other ranges (see the device file)."""
-        ways = 5 * 2 * HEADS_PER_TASK + 4 * self.heads_per_task * self.head_dim
-        return round_up(4 * (ways + 2 * (self.splits - 1) * self.heads_per_task), 128)
+        """Maxima, sums and outputs of four warps, maximum and sum of the new position (see the device file)."""
+        return round_up(4 * (5 * 2 * HEADS_PER_TASK + 4 * self.heads_per_task * self.head_dim), 128)
 
     @property
     def operands(self) -> dict[str, Operand]:
         q = (self.batch, self.kv_heads * self.group * self.head_dim)
         cache = Operand((self.batch, self.kv_heads, self.capacity, self.head_dim), "bfloat16", role="cache")
         outputs = self.batch * self.kv_heads * self.head_blocks
-        shape = (outputs, self.splits - 1, self.heads_per_task * (self.head_dim // 2 + 1))
+        shape = (outputs, self.heads_per_task * self.head_dim // 2, self.splits, 2)
         words = {"words": Operand(shape, "uint64", "inout", role="scratch")} if self.splits > 1 else {}
         return {
             "q": Operand(q, "bfloat16"),
@@ -101,7 +101,7 @@ class AttentionDecode(Task):
     @property
     def scalars(self) -> dict[str, int | float]:
         return {"kv_heads": self.kv_heads, "group": self.group, "heads_per_task": self.heads_per_task, "capacity": self.capacity,
-                "splits": self.splits, "scale_log2": math.log2(math.e) / math.sqrt(self.head_dim)}  # fmt: skip
+                "splits": self.splits, "lanes": min(32, 1 << (self.splits - 1).bit_length()), "scale_log2": math.log2(math.e) / math.sqrt(self.head_dim)}  # fmt: skip
 
     @property
     def num_tasks(self) -> int:
@@ -122,16 +122,18 @@ class AttentionDecode(Task):
         rows = ((b, b + 1), (kv_head, kv_head + 1), (0, self.capacity), (0, self.head_dim))
         regions = [Region("q", ((b, b + 1), columns)), Region("k_cache", rows), Region("v_cache", rows), Region("positions", ((b, b + 1),))]
         output, split = divmod(task, self.splits)
-        return [*regions, self._words(output, 0, split)] if 0 < split == self.splits - 1 else regions
+        return [*regions, self._words(output, 0, self.splits)] if 0 < split == self.splits - 1 else regions
 
     def _words(self, output: int, low: int, high: int) -> Region:
-        """What the ranges low … high - 1 of an output hand over."""
-        return Region("words", ((output, output + 1), (low, high), (0, self.heads_per_task * (self.head_dim // 2 + 1))))
+        """What the ranges low … high - 1 of an output post."""
+        return Region("words", ((output, output + 1), (0, self.heads_per_task * self.head_dim // 2), (low, high), (0, 2)))
 
     def writes(self, task: int) -> list[Region]:
+        """As where one sibling merges: where all tasks run at once, each writes its share of what is the last one's here."""
         b, _, columns = self._where(task)
         output, split = divmod(task, self.splits)
-        return [Region("out", ((b, b + 1), columns)) if split == self.splits - 1 else self._words(output, split, split + 1)]
+        out = [Region("out", ((b, b + 1), columns))] if split == self.splits - 1 else []
+        return out + ([self._words(output, split, split + 1)] if self.splits > 1 else [])
 
     @property
     def flops(self) -> int:
