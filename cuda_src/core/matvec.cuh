@@ -168,12 +168,11 @@ struct Matvec {
     const int unit[2] = {(t ^ tile_row) * 16, ((t + 4) ^ tile_row) * 16};
     const int w_offset = warp * kBlockBytes + tile_row * (kBlockK * 2);
     const int pitch = kStreamX ? kXPitch : x_pitch(k);
-    // Columns past the batch repeat its last row: what they give is not looked at.
-    int x_offset[kBatchHalves];
-#pragma unroll
-    for (int h = 0; h < kBatchHalves; ++h)
-      x_offset[h] = (kStreamX ? kStageWeights : 0) + min(g + 8 * h, batch - 1) * pitch + warp * (kBlockK * 2) + t * 16;
+    // Columns past the batch hold anything: what they give is not looked at, and their loads are off.
+    const XColumns x_columns{(kStreamX ? kStageWeights : 0) + g * pitch + warp * (kBlockK * 2) + t * 16, 8 * pitch,
+                             {g < batch, g + 8 < batch}};
     float acc[kBatchHalves][4][4] = {};
+    Vec16 xs[2][kBatchHalves] = {};
     const int chunks = chunks_of(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -181,12 +180,35 @@ struct Matvec {
       const char* w_row = stage + w_offset;
       const char* x = kStreamX ? stage : shared + chunk * (kChunkK * 2);
       if ((chunk + 1) * kChunkK <= k) {
+        // Each half's loads are under way before the products of the half before.
+        Vec16 w[2];
+        w[0] = load_w(w_row, unit, 0);
+        load_x(xs[0], x, x_columns, 0);
 #pragma unroll
-        for (int j = 0; j < kBlocksPerWarp; ++j) add_block(acc, w_row, x, unit, x_offset, j, kBlockK);
+        for (int i = 0; i < 2 * kBlocksPerWarp; ++i) {
+          if (i + 1 < 2 * kBlocksPerWarp) {
+            w[(i + 1) % 2] = load_w(w_row, unit, i + 1);
+            load_x(xs[(i + 1) % 2], x, x_columns, i + 1);
+          }
+          add_half(acc, w[i % 2], xs[i % 2], i % 2);
+        }
       } else {
 #pragma unroll 1
-        for (int j = 0; j < kBlocksPerWarp; ++j)
-          add_block(acc, w_row, x, unit, x_offset, j, k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8);
+        for (int j = 0; j < kBlocksPerWarp; ++j) {
+          const int left = k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            Vec16 w = load_w(w_row, unit, 2 * j + half);
+            load_x(xs[half], x, x_columns, 2 * j + half);
+            // Past the row's end the box holds the next row's columns and x whatever was there, either of which may be NaN.
+            if (left <= half * 32) {
+              w = Vec16{};
+#pragma unroll
+              for (int h = 0; h < kBatchHalves; ++h) xs[half][h] = Vec16{};
+            }
+            add_half(acc, w, xs[half], half);
+          }
+        }
       }
       ring.release(lane);
     }
@@ -211,23 +233,26 @@ struct Matvec {
   }
 
  private:
-  // Adds the warp's j-th block of a chunk. `left`: columns from this lane's first to the row's end; past it the box holds the next
-  // row's columns and x whatever was there, either of which may be NaN.
-  static __device__ __forceinline__ void add_block(float (&acc)[kBatchHalves][4][4], const char* w_row, const char* x,
-                                                   const int (&unit)[2], const int (&x_offset)[kBatchHalves], int j, int left) {
+  struct XColumns {
+    int offset, high;  // of this lane's column; from it to the one eight further
+    bool active[2];
+  };
+
+  // The warp's i-th half block of a chunk.
+  static __device__ __forceinline__ Vec16 load_w(const char* w_row, const int (&unit)[2], int i) {
+    return *reinterpret_cast<const Vec16*>(w_row + i / 2 * (kTeamWarps * kBlockBytes) + unit[i % 2]);
+  }
+  static __device__ __forceinline__ void load_x(Vec16 (&to)[kBatchHalves], const char* x, const XColumns& columns, int i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool inside = left > half * 32;
-      Vec16 w = *reinterpret_cast<const Vec16*>(w_row + j * (kTeamWarps * kBlockBytes) + unit[half]);
-      if (!inside) w = Vec16{};
+    for (int h = 0; h < kBatchHalves; ++h)
+      load_shared_if(to[h], x + columns.offset + h * columns.high + i / 2 * (kTeamWarps * kBlockK * 2) + i % 2 * 64, columns.active[h]);
+  }
+  static __device__ __forceinline__ void add_half(float (&acc)[kBatchHalves][4][4], const Vec16& w, const Vec16 (&x)[kBatchHalves],
+                                                  int half) {
 #pragma unroll
-      for (int h = 0; h < kBatchHalves; ++h) {
-        Vec16 v = *reinterpret_cast<const Vec16*>(x + x_offset[h] + j * (kTeamWarps * kBlockK * 2) + half * 64);
-        if (!inside) v = Vec16{};
-        if (kStreamX) v = Vec16{v.x, v.z, v.y, v.w};
-        mma_k16(acc[h][2 * half], w.x, w.y, w.z, w.w, v.x, v.y);
-        mma_k16(acc[h][2 * half + 1], w.x, w.y, w.z, w.w, v.z, v.w);
-      }
+    for (int h = 0; h < kBatchHalves; ++h) {  // x as staged, or as it came through the ring
+      mma_k16(acc[h][2 * half], w.x, w.y, w.z, w.w, x[h].x, kStreamX ? x[h].z : x[h].y);
+      mma_k16(acc[h][2 * half + 1], w.x, w.y, w.z, w.w, kStreamX ? x[h].y : x[h].z, x[h].w);
     }
   }
 

@@ -68,6 +68,16 @@ __device__ __forceinline__ Vec16 load_constant(const void* pointer) {
   return v;
 }
 
+// Shared memory into `v` where `active`; elsewhere `v` keeps what it held, and the load costs no bank cycle.
+__device__ __forceinline__ void load_shared_if(Vec16& v, const void* pointer, bool active) {
+  asm volatile(
+      "{\n\t.reg .pred active;\n\t"
+      "setp.ne.u32 active, %5, 0;\n\t"
+      "@active ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "r"(smem_address(pointer)), "r"(static_cast<u32>(active)));
+}
+
 // A pairwise select of two 16-bit halves: the low (high) halves of `a` and `b`.
 __device__ __forceinline__ u32 pack_low(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ u32 pack_high(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }

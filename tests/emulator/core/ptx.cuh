@@ -299,6 +299,9 @@ inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
 inline Vec16 load_constant(const void* pointer) { return *static_cast<const Vec16*>(pointer); }
+inline void load_shared_if(Vec16& v, const void* pointer, bool active) {
+  if (active) v = *static_cast<const Vec16*>(pointer);
+}
 inline u32 pack_low(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 inline u32 pack_high(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
