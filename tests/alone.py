@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuk.program import Init, Program
 from cuk.task import Task
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, Qkv, RmsNorm
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Qkv, RmsNorm
 from cuk.tasks.matvec import streams_x
 
 
@@ -79,12 +79,24 @@ def attentions(draw):
     batch, capacity = draw(st.integers(1, 4)), draw(st.integers(1, 500))
     positions = draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch))
     task = AttentionDecode(batch=batch, kv_heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 19)), head_dim=draw(st.sampled_from([64, 128])),
-                           capacity=capacity, context=max(positions), splits=draw(st.sampled_from([0, 1, 2, 5, 17])))  # fmt: skip
+                           capacity=capacity, context=max(positions), splits=draw(st.sampled_from([0, 1, 2, 5, 17])), merge=draw(st.booleans()))  # fmt: skip
     # What lies beyond a sequence's position may be anything: nothing of it may reach the output.
     cache = np.random.default_rng(draw(st.integers(0, 99))).standard_normal(task.operands["k_cache"].shape).astype(np.float32)
     for b, position in enumerate(positions):
         cache[b, :, position + 1 :] = np.nan
     return alone(task, positions, k_cache=cache, v_cache=cache[..., ::-1])
+
+
+@st.composite
+def merge_linears(draw):
+    head_dim = draw(st.sampled_from([64, 128]))
+    k, batch = draw(st.integers(1, 9)) * head_dim, draw(batches)
+    task = MergeLinear(batch=batch, n=draw(st.integers(1, 40)), k=k, head_dim=head_dim, splits=draw(st.sampled_from([1, 2, 7, 8, 9, 17])),
+                       residual=draw(st.booleans()))  # fmt: skip
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    lse = rng.standard_normal(task.operands["lse"].shape).astype(np.float32) * draw(st.sampled_from([1, 30]))
+    lse[..., 1:][rng.random(lse[..., 1:].shape) < 0.2] = -np.inf  # empty ranges, though never all of them
+    return alone(task, lse=lse[..., ::-1])
 
 
 @st.composite
@@ -110,6 +122,6 @@ def argmaxes(draw):
 
 
 PROGRAMS = {
-    "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "attention": attentions(), "embed": embeds(), "rms_norm": rms_norms(),
+    "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "attention": attentions(), "merge_linear": merge_linears(), "embed": embeds(), "rms_norm": rms_norms(),
     "argmax": argmaxes(),
 }  # fmt: skip

@@ -21,8 +21,7 @@ struct LaunchArgs {
   int shared_bytes;   // staged operands of the CTA, multiple of 128
   int scratch_bytes;  // of each team, multiple of 128
   int prefetch;       // stages that may load before the wait
-  int in_flight;      // stages of a team that may be on their way at once, before the wait
-  int in_flight_late;
+  int in_flight;      // stages of a team that may be on their way at once before the wait
 };
 
 template <bool kPdl, class Tracer>
@@ -70,7 +69,7 @@ struct ChunkCursor {
 };
 
 // The producer warp waits as a whole; its elected lane announces and issues. Always the same lane: elect.sync picks it by the mask.
-template <class Task, class Policy>
+template <class Task, bool kPdl, class Policy>
 __device__ void produce(const typename Task::Args& args, const LaunchArgs& launch, const Ring& ring, int first, int stride,
                         Policy& policy) {
   RingProducer producer{ring, {}};
@@ -96,11 +95,13 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
 #pragma unroll 1
   for (int issued = 0; !at.done(); ++issued, at.advance(), producer.advance()) {
     if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
-    const int limit = issued < ahead ? launch.in_flight : launch.in_flight_late;
-    for (; issued - landed >= limit; ++landed) {
-      mbarrier_wait(&ring.full[landing.stage], landing.phase);
-      landing.advance(ring.num_stages);
-    }
+    // Early loads go out a few at a time: more of them would only queue in the memory system, before the few bytes that the
+    // kernel ahead still needs.
+    if (kPdl && issued < ahead)
+      for (; issued - landed >= launch.in_flight; ++landed) {
+        mbarrier_wait(&ring.full[landing.stage], landing.phase);
+        landing.advance(ring.num_stages);
+      }
     producer.wait();
     if (elected) {
       producer.announce(Task::chunk_bytes(args, at.tile, at.chunk));
@@ -139,7 +140,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   SeparatePolicy<kPdl, Tracer> policy{tracer, launch.num_tasks <= stride};
   if (!is_consumer) {
-    produce<Task>(args, launch, ring, first, stride, policy);
+    produce<Task, kPdl>(args, launch, ring, first, stride, policy);
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();
     return;
   }

@@ -1,8 +1,11 @@
 // out[b, h, :] = softmax(q[b, h, :] . K[b, h / group, :p + 1, :] / sqrt(kHeadDim)) @ V[b, h / group, :p + 1, :],  p = positions[b].
 // q, out: [batch, kv_heads * group * kHeadDim] bf16   k_cache, v_cache: [batch, kv_heads, capacity, kHeadDim] bf16.
-// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding). Each range's result is
-// posted, pair of columns by pair, and whoever merges a pair takes it from all ranges: every sibling its share of the pairs where
-// all tasks run at once, else the last sibling all of them. 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
+// One task: up to eight query heads of one KV head over one of `splits` ranges of the context (flash decoding).
+// 4 * kHeadDim bytes and 4 * group * kHeadDim flops a position.
+//
+// With kMerge, each range's result is posted, pair of columns by pair, and whoever merges a pair takes it from all ranges: every
+// sibling its share of the pairs where all tasks run at once, else the last sibling all of them. Without, each range leaves its own
+// normalised output and the logarithm of its sum, for the next op to merge (tasks/merge_linear.cuh).
 //
 // The p old positions come through the ring, without waiting for any kernel of this step: they were written in earlier steps.
 // The new position, which this step's Qkv appends, is read from global memory after the wait, by the last range's task, where it
@@ -19,7 +22,7 @@
 
 namespace cuk {
 
-template <int kHeadDim>
+template <int kHeadDim, bool kMerge>
 struct AttentionDecode {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "a lane reads 16 bytes of 64 or 128 columns");
   static constexpr bool kHasDependentLoads = false;
@@ -39,6 +42,8 @@ struct AttentionDecode {
     const int* positions;
     u64* words;  // [batch, kv_heads, head_blocks, heads_per_task * kPairs, splits, 2]: two columns; the head's maximum and sum
     bf16* out;
+    bf16* partials;  // [batch, splits, kv_heads * group * kHeadDim]
+    float* lse;      // [batch, kv_heads * group, splits]: log2 of the sum of 2^score, -infinity for an empty range
     int kv_heads, group, heads_per_task, capacity, splits;
     int lanes;  // that merge a pair: a power of two, splits or more of them up to 32
     float scale_log2;  // log2(e) / sqrt(kHeadDim)
@@ -214,7 +219,10 @@ struct AttentionDecode {
         *reinterpret_cast<float2*>(out + m / 4 * 64 + m % 4 * 2) = make_float2(s.out[m][e], s.out[m][2 + e]);
     }
     team.sync();
-    merge(a, w, new_v, team, scratch, policy.together());
+    if constexpr (kMerge)
+      merge(a, w, new_v, team, scratch, policy.together());
+    else
+      store_range(a, w, new_v, team, scratch);
   }
 
  private:
@@ -288,6 +296,19 @@ struct AttentionDecode {
       merged.add(weight_of(maxima[way], merged.maximum), ml[(way * 2 + 1) * kHeads], out);
     }
     return merged;
+  }
+
+  static __device__ void store_range(const Args& a, const Tile& w, u32 new_v, const Team& team, const char* scratch) {
+    const int pairs = w.num_heads * kPairs, ways = w.split == a.splits - 1 ? kWays : kTeamWarps;
+    const int width = a.kv_heads * a.group * kHeadDim, b = w.query / width, column = w.query - b * width;
+    u32* out = reinterpret_cast<u32*>(a.partials + (static_cast<size_t>(b) * a.splits + w.split) * width + column);
+    float* lse = a.lse + static_cast<size_t>(w.query / kHeadDim) * a.splits + w.split;
+#pragma unroll 1
+    for (int pair = team.thread; pair < pairs; pair += kTeamThreads) {
+      const Partial mine = merge_ways(a, pair, ways, new_v, scratch);
+      out[pair] = mine.sum == 0.f ? 0u : mine.normalised();
+      if (pair % kPairs == 0) lse[pair / kPairs * a.splits] = mine.maximum + log2_approx(mine.sum);
+    }
   }
 
   // Posts this task's range, then merges its share of the pairs over all ranges.

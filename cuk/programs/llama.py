@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from cuk.program import Init, Program, View
 from cuk.task import check_multiple, check_range, round_up
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, Qkv, RmsNorm
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Qkv, RmsNorm
 from cuk.tasks.matvec import MAX_BATCH, streams_x
 
 MAX_CONTEXT = 131_072
@@ -128,10 +128,23 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
     k_cache = p.buffer("k_cache", cache_shape, "bfloat16", "cache", Init("normal"))
     v_cache = p.buffer("v_cache", cache_shape, "bfloat16", "cache", Init("normal"))
     x, x_mid = p.buffer("x", (batch, hidden), "bfloat16"), p.buffer("x_mid", (batch, hidden), "bfloat16")
-    q, attn = p.buffer("q", (batch, heads * hd), "bfloat16"), p.buffer("attn", (batch, heads * hd), "bfloat16")
+    q = p.buffer("q", (batch, heads * hd), "bfloat16")
     act = p.buffer("act", (batch, c.intermediate_size), "bfloat16")
     logits = p.buffer("logits", (batch, c.vocab_size), "float32", "output")
     next_tokens = p.buffer("next_tokens", (batch,), "int32", "output")
+
+    # The ranges of a split attention are merged by the output projection as it stages them, where they fit in shared memory.
+    attention = AttentionDecode(batch=batch, kv_heads=kv, group=heads // kv, head_dim=hd, capacity=capacity, context=context)
+    o_sizes = {"batch": batch, "k": heads * hd, "n": hidden, "residual": True}
+    if attention.splits > 1 and not streams_x(batch, heads * hd):
+        attention = replace(attention, merge=False)
+        o_proj = MergeLinear(**o_sizes, head_dim=hd, splits=attention.splits)
+        handed = {name: p.buffer(name, attention.operands[name].shape, attention.operands[name].dtype) for name in ("partials", "lse")}
+        taken = handed
+    else:
+        o_proj = Linear(**o_sizes)
+        attn = p.buffer("attn", (batch, heads * hd), "bfloat16")
+        handed, taken = {"out": attn}, {"x": attn}
 
     # Where x fits in shared memory the norm is part of the projection; where it does not, it is an op before it.
     apart = streams_x(batch, hidden)
@@ -150,9 +163,8 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
         at = f"layer{i}"
         projection("qkv", f"{at}.qkv", Qkv(**sizes, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity), x, norm_attn[i], w=w_qkv[i],
                    rope=rope, positions=positions, q=q, k_cache=k_cache[i], v_cache=v_cache[i])  # fmt: skip
-        attention = AttentionDecode(batch=batch, kv_heads=kv, group=heads // kv, head_dim=hd, capacity=capacity, context=context)
-        p.op("attention", attention, f"{at}.attention", q=q, k_cache=k_cache[i], v_cache=v_cache[i], positions=positions, out=attn)
-        p.op("o_proj", Linear(batch=batch, k=heads * hd, n=hidden, residual=True), f"{at}.o_proj", x=attn, w=w_o[i], residual=x, y=x_mid)
+        p.op("attention", attention, f"{at}.attention", q=q, k_cache=k_cache[i], v_cache=v_cache[i], positions=positions, **handed)
+        p.op("o_proj", o_proj, f"{at}.o_proj", **taken, w=w_o[i], residual=x, y=x_mid)
         projection("gate_up", f"{at}.gate_up", GateUp(**sizes, n=c.intermediate_size), x_mid, norm_mlp[i], w=w_gate_up[i], y=act)
         p.op(
             "down",

@@ -69,9 +69,11 @@ def check_by_op(run: Any, progress: Callable[[Op], None] | None = None) -> None:
 
 
 def compare(what: str, actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
-    """Raises CheckFailed with the worst index and both values unless |actual - expected| <= bound everywhere (NaN never passes)."""
+    """Raises CheckFailed with the worst index and both values unless |actual - expected| <= bound everywhere (NaN never passes, equal
+    infinities do)."""
     found = widen(actual)
-    excess = np.abs(found - expected) - bound
+    with np.errstate(invalid="ignore"):
+        excess = np.where(found == expected, -bound, np.abs(found - expected) - bound)
     bad = ~(excess <= 0)
     if bad.any():
         worst = np.unravel_index(int(np.argmax(np.where(np.isnan(excess), np.inf, excess))), excess.shape)

@@ -26,6 +26,7 @@ REGISTERS_PER_SM = 65_536
 MAX_STAGES = 64
 TEAMS_FOR_ONE_ROUND = 3
 EVEN_EXTRA_BYTES = 1024
+EARLY_BYTES = 48 * 1024
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -40,8 +41,7 @@ class Footprint:
     scratch_bytes: int
     prefetch: int
     teams: int
-    in_flight: int = 64
-    in_flight_late: int = 64
+    in_flight: int = MAX_STAGES
     at_least: int = 0  # shared memory to take even where less is needed
 
     @property
@@ -58,7 +58,8 @@ class Footprint:
         return self.teams * THREADS_PER_TEAM
 
     def pack(self) -> bytes:
-        return struct.pack("8i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch, self.in_flight, self.in_flight_late)
+        return struct.pack("7i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
+                           self.in_flight)  # fmt: skip
 
 
 def footprint(
@@ -70,6 +71,7 @@ def footprint(
     stages: int | None = None,
     ctas_per_sm: int = 2,
     prefetch: bool | int = True,
+    early_bytes: int = EARLY_BYTES,
 ) -> Footprint:
     """The footprint of a task's kernel, the index-th of its program: `stages` ring stages a team, or as many as leave room for
     `ctas_per_sm` such CTAs on an SM. A team for each task where an SM has up to three; no more stages than a team's tasks fill.
@@ -77,6 +79,8 @@ def footprint(
     With two CTAs an SM, kernels of even index take a little over half of the shared memory and those of odd index the rest. Two CTAs of an
     even kernel then never fit one SM, and beside one of them exactly one of an odd kernel does: every kernel of one CTA for each SM
     has exactly one there. With equal footprints a third of the SMs were seen to hold two CTAs of one kernel, and as many none.
+
+    `early_bytes`: of a CTA's loads before its wait, how many may be on their way at once (at least a stage for each team).
 
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
     each_sm = ceil_div(task.num_tasks, machine.num_sms)
@@ -93,7 +97,8 @@ def footprint(
 
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)
-        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, in_flight(task, teams, IN_FLIGHT_BYTES), in_flight(task, teams, LATE_BYTES), at_least)
+        at_once = max(1, min(MAX_STAGES, early_bytes // max(1, teams * task.stage_bytes)))
+        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_once, at_least)
 
     def most(limit: int) -> int:
         count = 0
@@ -110,12 +115,6 @@ def footprint(
             f"of shared memory, a CTA can have {machine.smem_per_cta_bytes}; take fewer stages or teams, or a smaller batch"
         )
     return of(count)
-
-
-IN_FLIGHT_BYTES = 1 << 16
-LATE_BYTES = 1 << 30
-def in_flight(task, teams, allowed):
-    return max(1, allowed // (teams * task.stage_bytes)) if task.stage_bytes else 1
 
 
 def kernel_name(op: Op) -> str:
@@ -160,12 +159,12 @@ class SeparateRun(Run):
 
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
-        ctas_per_sm: int, trace: bool, prefetch: bool | int = True, trigger: str = "start",
+        ctas_per_sm: int, trace: bool, prefetch: bool | int = True, trigger: str = "start", early_bytes: int = EARLY_BYTES,
     ):  # fmt: skip
-        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger)
+        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes)
         super().__init__(program, {name: value for name, value in
                                    {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "trace": trace, "prefetch": prefetch,
-                                    "trigger": trigger}.items()
+                                    "trigger": trigger, "early_bytes": early_bytes}.items()
                                    if name in self.switches})  # fmt: skip
         if missing := gpu_missing():
             raise RuntimeError(f"run {self.name!r} needs a GPU: {missing}")
@@ -176,8 +175,8 @@ class SeparateRun(Run):
             self.machine = Machine.from_device(self.device.id)
             self.buffers = gpu_buffers(program, seed, buffers)
             self._maps = self._tensor_maps()
-            fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch)
-                    for i, op in enumerate(program.ops)]  # fmt: skip
+            fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch,
+                              early_bytes=early_bytes) for i, op in enumerate(program.ops)]  # fmt: skip
             sources = [
                 source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace)
                 for op, fit in zip(program.ops, fits, strict=True)
@@ -264,14 +263,15 @@ class GraphRun(SeparateRun):
 
 class PdlRun(GraphRun):
     """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
-    successor start: "start", after its last "loads", or at its "end"."""
+    successor start: "start", after its last "loads", or at its "end". early_bytes: how many a CTA may have on their way at once before
+    its wait."""
 
     name = "pdl"
-    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start"}
+    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "early_bytes": EARLY_BYTES}
     programmatic = True
 
 
-def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str) -> None:
+def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str, early_bytes: int) -> None:
     if not 1 <= teams <= MAX_TEAMS:
         raise ValueError(f"teams={teams}: must be from 1 to {MAX_TEAMS} ({THREADS_PER_TEAM} threads each)")
     if stages is not None and not 1 <= stages <= 64:
@@ -280,5 +280,7 @@ def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: 
         raise ValueError(f"ctas_per_sm={ctas_per_sm}: must be from 1 to 8")
     if int(prefetch) < 0:
         raise ValueError(f"prefetch={prefetch}: must be True, False or a number of stages")
+    if early_bytes < 1:
+        raise ValueError(f"early_bytes={early_bytes}: must be 1 or more")
     if trigger not in TRIGGERS:
         raise ValueError(f"trigger={trigger!r}: must be one of {', '.join(TRIGGERS)}")

@@ -5,7 +5,8 @@ from cuk.tasks.attention_decode import AttentionDecode
 from cuk.tasks.embed import Embed
 from cuk.tasks.gate_up import GateUp
 from cuk.tasks.linear import Linear
+from cuk.tasks.merge_linear import MergeLinear
 from cuk.tasks.qkv import Qkv
 from cuk.tasks.rms_norm import RmsNorm
 
-__all__ = ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "Qkv", "RmsNorm"]
+__all__ = ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "Qkv", "RmsNorm"]

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over its KV cache, split over the context and which its tasks merge."""
+"""Attention of one new token per sequence over its KV cache, split over ranges of the context that its tasks merge, or the next op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ TARGET_TASKS = 128
 @dataclass(frozen=True, kw_only=True)
 class AttentionDecode(Task):
     """q [batch, kv_heads * group * head_dim] over k_cache, v_cache [batch, kv_heads, capacity, head_dim] at positions
-    0 … positions[b] -> out like q. `context`: the old positions that the cost is computed for, and `splits` is chosen for."""
+    0 … positions[b] -> out like q; or without `merge`, each range's own result: partials [batch, splits, kv_heads * group * head_dim]
+    bf16 and lse [batch, kv_heads * group, splits] float32, logarithms to base 2 of its sum of exponentials (-inf where it is empty).
+    `context`: the old positions that the cost is computed for, and `splits` is chosen for."""
 
     batch: int
     kv_heads: int
@@ -27,12 +29,13 @@ class AttentionDecode(Task):
     capacity: int
     context: int
     splits: int = 0
+    merge: bool = True
 
     header = "tasks/attention_decode.cuh"
     fields = tuple(
         Field(name, kind)
         for name, kind in [("q", "ptr"), ("k_cache", "ptr"), ("v_cache", "ptr"), ("positions", "ptr"), ("words", "ptr"),
-                           ("out", "ptr"), ("kv_heads", "i32"), ("group", "i32"),
+                           ("out", "ptr"), ("partials", "ptr"), ("lse", "ptr"), ("kv_heads", "i32"), ("group", "i32"),
                            ("heads_per_task", "i32"), ("capacity", "i32"), ("splits", "i32"), ("lanes", "i32"),
                            ("scale_log2", "f32")]
     )  # fmt: skip
@@ -57,7 +60,7 @@ class AttentionDecode(Task):
 
     @property
     def struct(self) -> str:
-        return f"cuk::AttentionDecode<{self.head_dim}>"
+        return f"cuk::AttentionDecode<{self.head_dim}, {str(self.merge).lower()}>"
 
     @property
     def positions_per_stage(self) -> int:
@@ -88,15 +91,22 @@ class AttentionDecode(Task):
         cache = Operand((self.batch, self.kv_heads, self.capacity, self.head_dim), "bfloat16", role="cache")
         outputs = self.batch * self.kv_heads * self.head_blocks
         shape = (outputs, self.heads_per_task * self.head_dim // 2, self.splits, 2)
-        words = {"words": Operand(shape, "uint64", "inout", role="scratch")} if self.splits > 1 else {}
+        words = {"words": Operand(shape, "uint64", "inout", role="scratch")} if self._posts else {}
+        partials = (self.batch, self.splits, self.kv_heads * self.group * self.head_dim)
+        lse = (self.batch, self.kv_heads * self.group, self.splits)
         return {
             "q": Operand(q, "bfloat16"),
             "k_cache": cache,
             "v_cache": cache,
             "positions": Operand((self.batch,), "int32", role="index"),
             **words,
-            "out": Operand(q, "bfloat16", "out"),
-        }
+            **({"out": Operand(q, "bfloat16", "out")} if self.merge else
+               {"partials": Operand(partials, "bfloat16", "out"), "lse": Operand(lse, "float32", "out")}),
+        }  # fmt: skip
+
+    @property
+    def _posts(self) -> bool:
+        return self.merge and self.splits > 1
 
     @property
     def scalars(self) -> dict[str, int | float]:
@@ -122,7 +132,7 @@ class AttentionDecode(Task):
         rows = ((b, b + 1), (kv_head, kv_head + 1), (0, self.capacity), (0, self.head_dim))
         regions = [Region("q", ((b, b + 1), columns)), Region("k_cache", rows), Region("v_cache", rows), Region("positions", ((b, b + 1),))]
         output, split = divmod(task, self.splits)
-        return [*regions, self._words(output, 0, self.splits)] if 0 < split == self.splits - 1 else regions
+        return [*regions, self._words(output, 0, self.splits)] if self._posts and split == self.splits - 1 else regions
 
     def _words(self, output: int, low: int, high: int) -> Region:
         """What the ranges low … high - 1 of an output post."""
@@ -132,8 +142,11 @@ class AttentionDecode(Task):
         """As where one sibling merges: where all tasks run at once, each writes its share of what is the last one's here."""
         b, _, columns = self._where(task)
         output, split = divmod(task, self.splits)
+        if not self.merge:
+            heads = tuple(column // self.head_dim for column in columns)
+            return [Region("partials", ((b, b + 1), (split, split + 1), columns)), Region("lse", ((b, b + 1), heads, (split, split + 1)))]
         out = [Region("out", ((b, b + 1), columns))] if split == self.splits - 1 else []
-        return out + ([self._words(output, split, split + 1)] if self.splits > 1 else [])
+        return out + ([self._words(output, split, split + 1)] if self._posts else [])
 
     @property
     def flops(self) -> int:
@@ -143,31 +156,59 @@ class AttentionDecode(Task):
     def min_bytes(self) -> int:
         return 4 * self.batch * self.kv_heads * self.context * self.head_dim
 
-    def _softmax(self, arrays, b: int, kv_head: int) -> tuple[np.ndarray, np.ndarray]:
-        """The weights [group, length] and V [length, head_dim] of one KV head, in float64."""
-        length = int(arrays["positions"][b]) + 1
-        q = widen(arrays["q"][b]).reshape(self.kv_heads, self.group, self.head_dim)[kv_head]
-        score = q @ widen(arrays["k_cache"][b, kv_head, :length]).T / math.sqrt(self.head_dim)
-        weight = np.exp(score - score.max(axis=1, keepdims=True))
-        return weight / weight.sum(axis=1, keepdims=True), widen(arrays["v_cache"][b, kv_head, :length])
+    def _ranges(self, position: int) -> list[tuple[int, int]]:
+        """The positions of each range, half-open: whole stages of the old ones; the new one is the last range's. One range if merged."""
+        if self.merge:
+            return [(0, position + 1)]
+        each = ceil_div(ceil_div(position, self.positions_per_stage), self.splits) * self.positions_per_stage
+        ranges = [(min(position, i * each), min(position, (i + 1) * each)) for i in range(self.splits)]
+        return [*ranges[:-1], (ranges[-1][0], position + 1)]
+
+    def _over_ranges(self, arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """In float64, by range: outputs and, with |v| for v, their spread [batch, ranges, heads, head_dim]; log2 of the sums, and of each
+        the largest product |q| . |k| * scale [batch, ranges, heads]."""
+        count = 1 if self.merge else self.splits
+        shape = (self.batch, count, self.kv_heads, self.group)
+        out, spread = np.zeros((*shape, self.head_dim)), np.zeros((*shape, self.head_dim))
+        lse, size = np.full(shape, -np.inf), np.zeros(shape)
+        scale = math.log2(math.e) / math.sqrt(self.head_dim)
+        for b in range(self.batch):
+            q = widen(arrays["q"][b]).reshape(self.kv_heads, self.group, self.head_dim)
+            for r, (low, high) in enumerate(self._ranges(int(arrays["positions"][b]))):
+                if low == high:
+                    continue
+                for h in range(self.kv_heads):
+                    k, v = (widen(arrays[name][b, h, low:high]) for name in ("k_cache", "v_cache"))
+                    score = q[h] @ k.T * scale
+                    top = score.max(axis=1, keepdims=True)
+                    weight = np.exp2(score - top)
+                    total = weight.sum(axis=1, keepdims=True)
+                    out[b, r, h], spread[b, r, h] = weight / total @ v, weight / total @ np.abs(v)
+                    lse[b, r, h] = (top + np.log2(total))[:, 0]
+                    size[b, r, h] = (np.abs(q[h]) @ np.abs(k).T).max(axis=1) * scale
+        return out, spread, lse, size
+
+    def _stored(self, by_range: np.ndarray) -> np.ndarray:
+        """[batch, ranges, kv_heads, group, …] in the shape of the operand that it is for."""
+        if by_range.ndim == 4:
+            return np.ascontiguousarray(by_range.reshape(self.batch, -1, self.kv_heads * self.group).transpose(0, 2, 1))
+        flat = by_range.reshape(self.batch, -1, self.kv_heads * self.group * self.head_dim)
+        return flat[:, 0] if self.merge else flat
 
     def reference(self, arrays, rounded: bool = True) -> dict[str, np.ndarray]:
-        out = np.empty((self.batch, self.kv_heads, self.group, self.head_dim))
-        for b in range(self.batch):
-            for h in range(self.kv_heads):
-                weight, v = self._softmax(arrays, b, h)
-                out[b, h] = weight @ v
-        return {"out": out.reshape(self.batch, -1)}
+        out, _, lse, _ = self._over_ranges(arrays)
+        return {"out": self._stored(out)} if self.merge else {"partials": self._stored(out), "lse": self._stored(lse)}
 
     def error_bound(self, arrays, outputs) -> dict[str, np.ndarray]:
-        """Half an ulp of the output, and the weights' own rounding to bf16: 2^-9 of sum(weight * |v|), doubled for exp2's and the
-        scores' float32 error."""
-        spread = np.empty((self.batch, self.kv_heads, self.group, self.head_dim))
-        for b in range(self.batch):
-            for h in range(self.kv_heads):
-                weight, v = self._softmax(arrays, b, h)
-                spread[b, h] = weight @ np.abs(v)
-        return {"out": 2.0**-8 * np.abs(outputs["out"]) + 2.0**-8 * spread.reshape(self.batch, -1)}
+        """Outputs: half an ulp, and the weights' own rounding to bf16: 2^-9 of sum(weight * |v|), doubled for exp2's and the scores' float32
+        error. Logarithms: the scores' error, 2^-18 of |q| . |k|, and what exp2, log2 and sums in float32 add."""
+        _, spread, _, size = self._over_ranges(arrays)
+        name = "out" if self.merge else "partials"
+        bounds = {name: 2.0**-8 * np.abs(outputs[name]) + 2.0**-8 * self._stored(spread)}
+        if not self.merge:
+            lse = np.where(np.isfinite(outputs["lse"]), np.abs(outputs["lse"]), 0.0)
+            bounds["lse"] = 2.0**-18 * self._stored(size) + 2.0**-16 * (1.0 + lse)
+        return bounds
 
 
 def choose_splits(outputs: int, context: int, head_dim: int) -> int:

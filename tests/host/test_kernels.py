@@ -43,7 +43,7 @@ def test_every_trigger_compiles(trigger):
     assert "cuk_o_proj" in compile(source_for(op, teams=2, pdl=True, trigger=trigger), name=kernel_name(op)).ptx
 
 
-@pytest.mark.parametrize("name", ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "Qkv", "RmsNorm"])
+@pytest.mark.parametrize("name", ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "Qkv", "RmsNorm"])
 def test_arguments_pack_as_the_compiler_lays_them_out(name):
     task = next(op.task for _, _, op in CASES if type(op.task).__name__ == name)
     names = [field.name for field in task.fields]
@@ -52,9 +52,9 @@ def test_arguments_pack_as_the_compiler_lays_them_out(name):
 
 
 def test_launch_words_pack_as_the_compiler_lays_them_out():
-    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch"]
+    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight"]
     found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", names)
-    assert list(found.offsets.values()) == [4 * i for i in range(6)] and found.size == 24
+    assert list(found.offsets.values()) == [4 * i for i in range(7)] and found.size == 28
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuk.task import pack_args, round_bf16, widen
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, Qkv, RmsNorm
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Qkv, RmsNorm
 
 batches = st.integers(1, 16)
 eights = st.integers(1, 40).map(lambda i: 8 * i)
@@ -25,7 +25,9 @@ def tasks(draw):
                 GateUp(batch=batch, n=draw(st.integers(1, 60)), k=k),
                 Qkv(batch=batch, k=k, heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity),
                 AttentionDecode(batch=batch, kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity,
-                                context=draw(st.integers(0, capacity - 1))),
+                                context=draw(st.integers(0, capacity - 1)), merge=draw(st.booleans())),
+                MergeLinear(batch=batch, n=draw(st.integers(1, 100)), k=head_dim * kv_heads, head_dim=head_dim, splits=draw(st.integers(1, 9)),
+                            residual=draw(st.booleans())),
                 Embed(batch=batch, vocab=draw(st.integers(1, 50)), hidden=k),
                 RmsNorm(batch=batch, k=k),
                 Argmax(batch=batch, vocab=draw(st.integers(1, 5000))),
@@ -86,6 +88,10 @@ def test_round_bf16_is_what_ml_dtypes_does(values):
         (lambda: GateUp(batch=1, n=8, k=12), "k=12"),
         (lambda: Qkv(batch=1, k=64, heads=4, kv_heads=2, head_dim=80, capacity=64), "head_dim=80: must be one of"),
         (lambda: AttentionDecode(batch=1, kv_heads=1, group=1, head_dim=64, capacity=64, context=64), "context=64"),
+        (lambda: MergeLinear(batch=1, n=8, k=96, head_dim=64, splits=2), "k=96: must be a positive multiple of 64"),
+        (lambda: MergeLinear(batch=16, n=8, k=8192, head_dim=64, splits=2), "let attention merge"),
+        (lambda: MergeLinear(batch=1, n=8, k=64, head_dim=64, splits=0), "splits=0"),
+        (lambda: MergeLinear(batch=1, n=8, k=64, head_dim=64, splits=2, norm=True), "norm=True"),
         (lambda: Embed(batch=1, vocab=10, hidden=4), "hidden=4"),
     ],
 )

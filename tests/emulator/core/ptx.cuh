@@ -297,6 +297,7 @@ inline bf16 to_bf16(float value) {
 inline u32 pack_bf16(float low, float high) { return to_bf16(low).bits | static_cast<u32>(to_bf16(high).bits) << 16; }
 inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
 inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
 inline Vec16 load_constant(const void* pointer) { return *static_cast<const Vec16*>(pointer); }
 inline void load_shared_if(Vec16& v, const void* pointer, bool active) {
