@@ -53,7 +53,6 @@ struct Matvec {
   static __device__ float* partials(char* scratch, int iteration) {
     return reinterpret_cast<float*>(scratch) + (iteration & 1) * kPartials;
   }
-  static __device__ float* inverse_rms(char* scratch) { return reinterpret_cast<float*>(scratch) + 2 * kPartials; }
 
   // Crew's shared memory: x [batch][x_pitch], elements 2, 3 and 4, 5 of each eight exchanged; then the sums of squares
   // [batch][segments].
@@ -115,17 +114,19 @@ struct Matvec {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         if (at.row >= batch) break;  // whole warps: units and num_threads are multiples of 32
+        float sum = 0.f;
         if constexpr (kNorm) {
-          float sum = 0.f;
           v[d].x = scale_and_square(v[d].x, weight.x, sum);
           v[d].y = scale_and_square(v[d].y, weight.y, sum);
           v[d].z = scale_and_square(v[d].z, weight.z, sum);
           v[d].w = scale_and_square(v[d].w, weight.w, sum);
+        }
+        if (at.unit * 8 < k) *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
+        if constexpr (kNorm) {
 #pragma unroll
           for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
           if (at.unit % kWarpSize == 0) squares[(at.row * units + at.unit) / kWarpSize] = sum;
         }
-        if (at.unit * 8 < k) *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
         at.unit += crew.num_threads;
         at.wrap(units);
         if (kNorm && at.row < batch && at.unit * 8 < k) weight = load_constant(norm + at.unit * 8);
@@ -134,28 +135,32 @@ struct Matvec {
     crew.sync();
   }
 
-  // 1 / rms of each row of x, from the staged sums, into team scratch; the tile's barrier makes it visible to the team.
-  static __device__ void reduce_squares(int batch, int k, float eps, const char* shared, char* scratch, const Team& team) {
-    if (team.thread >= batch) return;
-    const int segments = ceil_div(k, kSegmentK);
-    const float* squares = reinterpret_cast<const float*>(shared + batch * x_pitch(k)) + team.thread * segments;
+  // 1 / rms of row thread / 8 of x for the threads that have its sums. Made from the staged sums of squares after the team's first
+  // tile, when nothing waits for it any more, and kept in team scratch for the other tiles.
+  template <class Args>
+  static __device__ float inverse_rms(const Args& a, const Team& team, const char* shared, char* scratch, int iteration) {
+    const int b = team.thread / kTileRows;
+    float* kept = reinterpret_cast<float*>(scratch) + 2 * kPartials + b;
+    if (iteration > 0) return *kept;
+    const int segments = ceil_div(a.k, kSegmentK);
+    const float* squares = reinterpret_cast<const float*>(shared + a.batch * x_pitch(a.k)) + b * segments;
     float sum = 0.f;
 #pragma unroll 8
     for (int i = 0; i < segments; ++i) sum += squares[i];
-    inverse_rms(scratch)[team.thread] = rsqrt_approx(fmaf(sum, __frcp_rn(static_cast<float>(k)), eps));
+    const float inverse = rsqrt_approx(fmaf(sum, __frcp_rn(static_cast<float>(a.k)), a.eps));
+    if (team.thread % kTileRows == 0) *kept = inverse;
+    return inverse;
   }
 
   // What a projection does once an op: x staged, or merely waited for when it comes through the ring.
   template <bool kNorm, class Args, class Policy>
-  static __device__ void prepare_x(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
-                                   Policy& policy) {
+  static __device__ void prepare_x(const Args& a, const Crew& crew, char* shared, Policy& policy) {
     static_assert(!(kNorm && kStreamX), "a streamed x is normalised by an op of its own");
     if constexpr (kStreamX) {
       policy.wait();
       crew.sync();
     } else {
       stage_x<kNorm>(a.x, a.norm, a.batch, a.k, shared, crew, policy);
-      if constexpr (kNorm) reduce_squares(a.batch, a.k, a.eps, shared, scratch, team);
     }
   }
 

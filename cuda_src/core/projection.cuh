@@ -25,7 +25,7 @@ struct Projection : Matvec<kBatchHalves, kStreamX, kChunkK> {
     if (kResidual && mine) residual = a.residual[at];
     float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (!mine) return;
-    if (kNorm) y *= Base::inverse_rms(scratch)[b];
+    if constexpr (kNorm) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
     if (kResidual) y += to_float(residual);
     store(a.y + at, y);
   }

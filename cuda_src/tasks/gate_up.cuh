@@ -24,9 +24,8 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
   }
 
   template <class Policy>
-  static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
-                                 Policy& policy) {
-    Base::template prepare_x<kNorm>(a, crew, team, shared, scratch, policy);
+  static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
+    Base::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 
   template <class Policy>
@@ -35,7 +34,7 @@ struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
     float z = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: gate and up meet within one
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;
-    if (kNorm && b < a.batch) z *= Base::inverse_rms(scratch)[b];
+    if (kNorm && b < a.batch) z *= Base::inverse_rms(a, team, shared, scratch, iteration);
     const float up = __shfl_xor_sync(kFullMask, z, 4);
     const int i = task * 4 + row;
     if (row >= 4 || b >= a.batch || i >= a.n) return;

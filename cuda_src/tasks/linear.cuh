@@ -17,9 +17,8 @@ struct Linear : Projection<kBatchHalves, kStreamX, kChunkK, kNorm, kResidual, Ou
   };
 
   template <class Policy>
-  static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
-                                 Policy& policy) {
-    Matvec<kBatchHalves, kStreamX, kChunkK>::template prepare_x<kNorm>(a, crew, team, shared, scratch, policy);
+  static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
+    Matvec<kBatchHalves, kStreamX, kChunkK>::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 };
 

@@ -34,8 +34,7 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
   }
 
   template <class Policy>
-  static __device__ void prepare(const Args& a, const Crew& crew, const Team& team, char* shared, char* scratch,
-                                 Policy& policy) {
+  static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
     // Positions and their rows of the table: no kernel of this step writes them, so they are fetched before the wait.
     int* positions = positions_in(a, shared);
     float2* turns = reinterpret_cast<float2*>(shared + Base::x_bytes(a.batch, a.k));
@@ -46,7 +45,7 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
       turns[i] = a.rope[static_cast<size_t>(position) * kHalf + i % kHalf];
       if (i % kHalf == 0) positions[i / kHalf] = position;
     }
-    Base::template prepare_x<kNorm>(a, crew, team, shared, scratch, policy);
+    Base::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 
   template <class Policy>
@@ -57,7 +56,7 @@ struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
     const bool rotated = head < a.heads + a.kv_heads;
     float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: the pair is exchanged within one
-    if (kNorm && b < a.batch) y *= Base::inverse_rms(scratch)[b];
+    if (kNorm && b < a.batch) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
     const float pair = __shfl_xor_sync(kFullMask, y, 4);
     if (b >= a.batch) return;
     const int position = positions_in(a, shared)[b];
