@@ -9,8 +9,8 @@
 // over those columns and the other rows are nothing; with registers 2 and 3 it is the other way round. Two products for 512 bytes
 // of a warp, and no instruction that moves or clears a register.
 //
-// The order of a sum is fixed by k alone: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …; within a block,
-// step s of four adds into accumulator s; then ((a0 + a1) + (a2 + a3)) per warp, and the warps in index order.
+// The order of a sum is fixed by k alone: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …, in halves; of each half,
+// columns 0, 1, 4, 5 of every eight add into one accumulator and the rest into another; their sum, and the warps in index order.
 //
 // A ring stage is one box of the weights' tensor map, rank 5: 64 columns, rows, halves of the tile, blocks of 64 columns, heads. In
 // shared memory it is [block][tile row][64 columns] with the 128-byte swizzle: 16-byte unit u of row r lies at u ^ r. A copy costs
@@ -41,6 +41,7 @@ struct Matvec {
   static constexpr int kBlockBytes = kTileRows * kBlockK * 2;
   static constexpr int kXPitch = kChunkK * 2 + kPadBytes;  // of a streamed x, behind the weights of its stage
   static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
+  static constexpr int kAhead = kBatchHalves == 1 ? 3 : 1;  // halves of blocks whose loads run ahead of the products
   static constexpr bool kHasDependentLoads = kStreamX;
   using Tile = int;  // its index
   template <class Args>
@@ -139,7 +140,7 @@ struct Matvec {
   // tile, when nothing waits for it any more, and kept in team scratch for the other tiles.
   template <class Args>
   static __device__ float inverse_rms(const Args& a, const Team& team, const char* shared, char* scratch, int iteration) {
-    const int b = team.thread / kTileRows;
+    const int b = static_cast<int>(team.thread / kTileRows);
     float* kept = reinterpret_cast<float*>(scratch) + 2 * kPartials + b;
     if (iteration > 0) return *kept;
     const int segments = ceil_div(a.k, kSegmentK);
@@ -147,7 +148,7 @@ struct Matvec {
     float sum = 0.f;
 #pragma unroll 8
     for (int i = 0; i < segments; ++i) sum += squares[i];
-    const float inverse = rsqrt_approx(fmaf(sum, __frcp_rn(static_cast<float>(a.k)), a.eps));
+    const float inverse = rsqrt_approx(fmaf(sum, rcp_approx(static_cast<float>(a.k)), a.eps));
     if (team.thread % kTileRows == 0) *kept = inverse;
     return inverse;
   }
@@ -176,8 +177,8 @@ struct Matvec {
     // Columns past the batch hold anything: what they give is not looked at, and their loads are off.
     const XColumns x_columns{(kStreamX ? kStageWeights : 0) + g * pitch + warp * (kBlockK * 2) + t * 16, 8 * pitch,
                              {g < batch, g + 8 < batch}};
-    float acc[kBatchHalves][4][4] = {};
-    Vec16 xs[2][kBatchHalves] = {};
+    float acc[kBatchHalves][2][4] = {};
+    Operands in;
     const int chunks = chunks_of(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -185,33 +186,22 @@ struct Matvec {
       const char* w_row = stage + w_offset;
       const char* x = kStreamX ? stage : shared + chunk * (kChunkK * 2);
       if ((chunk + 1) * kChunkK <= k) {
-        // Each half's loads are under way before the products of the half before.
-        Vec16 w[2];
-        w[0] = load_w(w_row, unit, 0);
-        load_x(xs[0], x, x_columns, 0);
-#pragma unroll
-        for (int i = 0; i < 2 * kBlocksPerWarp; ++i) {
-          if (i + 1 < 2 * kBlocksPerWarp) {
-            w[(i + 1) % 2] = load_w(w_row, unit, i + 1);
-            load_x(xs[(i + 1) % 2], x, x_columns, i + 1);
-          }
-          add_half(acc, w[i % 2], xs[i % 2], i % 2);
-        }
+        load_ahead<0, kAhead>(in, w_row, unit, x, x_columns);
+        add_halves<0>(acc, in, w_row, unit, x, x_columns);
       } else {
 #pragma unroll 1
         for (int j = 0; j < kBlocksPerWarp; ++j) {
           const int left = k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8;
+          load_ahead<0, 2>(in, w_row + j * (kTeamWarps * kBlockBytes), unit, x + j * (kTeamWarps * kBlockK * 2), x_columns);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            Vec16 w = load_w(w_row, unit, 2 * j + half);
-            load_x(xs[half], x, x_columns, 2 * j + half);
             // Past the row's end the box holds the next row's columns and x whatever was there, either of which may be NaN.
             if (left <= half * 32) {
-              w = Vec16{};
+              in.w[half] = Vec16{};
 #pragma unroll
-              for (int h = 0; h < kBatchHalves; ++h) xs[half][h] = Vec16{};
+              for (int h = 0; h < kBatchHalves; ++h) in.x[half][h] = Vec16{};
             }
-            add_half(acc, w, xs[half], half);
+            add_half(acc, in, half);
           }
         }
       }
@@ -225,7 +215,7 @@ struct Matvec {
         const int b = 8 * h + 2 * t + e;
         if (b < batch)
           partial[(warp * kMaxBatch + b) * kTileRows + tile_row] =
-              (acc[h][0][e] + acc[h][1][2 + e]) + (acc[h][2][e] + acc[h][3][2 + e]);
+              acc[h][0][e] + acc[h][1][2 + e];
       }
     team.sync();
     float sum = 0.f;
@@ -238,26 +228,47 @@ struct Matvec {
   }
 
  private:
+  // Halves of blocks on their way to the tensor cores: the warp's i-th of a chunk in place i % (kAhead + 1).
+  static constexpr int kHalves = 2 * kBlocksPerWarp;
+  struct Operands {
+    Vec16 w[kAhead + 1], x[kAhead + 1][kBatchHalves] = {};
+  };
   struct XColumns {
     int offset, high;  // of this lane's column; from it to the one eight further
     bool active[2];
   };
 
-  // The warp's i-th half block of a chunk.
-  static __device__ __forceinline__ Vec16 load_w(const char* w_row, const int (&unit)[2], int i) {
-    return *reinterpret_cast<const Vec16*>(w_row + i / 2 * (kTeamWarps * kBlockBytes) + unit[i % 2]);
-  }
-  static __device__ __forceinline__ void load_x(Vec16 (&to)[kBatchHalves], const char* x, const XColumns& columns, int i) {
+  // Halves i … end - 1.
+  template <int i, int end>
+  static __device__ __forceinline__ void load_ahead(Operands& in, const char* w_row, const int (&unit)[2], const char* x,
+                                                    const XColumns& columns) {
+    if constexpr (i < end) {
+      constexpr int kAt = i % (kAhead + 1);
+      in.w[kAt] = load_shared<i / 2 * (kTeamWarps * kBlockBytes)>(w_row + unit[i % 2]);
 #pragma unroll
-    for (int h = 0; h < kBatchHalves; ++h)
-      load_shared_if(to[h], x + columns.offset + h * columns.high + i / 2 * (kTeamWarps * kBlockK * 2) + i % 2 * 64, columns.active[h]);
+      for (int h = 0; h < kBatchHalves; ++h)
+        load_shared_if<i / 2 * (kTeamWarps * kBlockK * 2) + i % 2 * 64>(in.x[kAt][h], x + columns.offset + h * columns.high,
+                                                                         columns.active[h]);
+      load_ahead<i + 1, end>(in, w_row, unit, x, columns);
+    }
   }
-  static __device__ __forceinline__ void add_half(float (&acc)[kBatchHalves][4][4], const Vec16& w, const Vec16 (&x)[kBatchHalves],
-                                                  int half) {
+  // The products of a chunk from half i on, with the loads of the half kAhead further.
+  template <int i>
+  static __device__ __forceinline__ void add_halves(float (&acc)[kBatchHalves][2][4], Operands& in, const char* w_row,
+                                                    const int (&unit)[2], const char* x, const XColumns& columns) {
+    if constexpr (i < kHalves) {
+      if constexpr (i + kAhead < kHalves) load_ahead<i + kAhead, i + kAhead + 1>(in, w_row, unit, x, columns);
+      add_half(acc, in, i % (kAhead + 1));
+      add_halves<i + 1>(acc, in, w_row, unit, x, columns);
+    }
+  }
+  static __device__ __forceinline__ void add_half(float (&acc)[kBatchHalves][2][4], const Operands& in, int at) {
+    const Vec16& w = in.w[at];
+    const Vec16 (&x)[kBatchHalves] = in.x[at];
 #pragma unroll
     for (int h = 0; h < kBatchHalves; ++h) {  // x as staged, or as it came through the ring
-      mma_k16(acc[h][2 * half], w.x, w.y, w.z, w.w, x[h].x, kStreamX ? x[h].z : x[h].y);
-      mma_k16(acc[h][2 * half + 1], w.x, w.y, w.z, w.w, kStreamX ? x[h].y : x[h].z, x[h].w);
+      mma_k16(acc[h][0], w.x, w.y, w.z, w.w, x[h].x, kStreamX ? x[h].z : x[h].y);
+      mma_k16(acc[h][1], w.x, w.y, w.z, w.w, kStreamX ? x[h].y : x[h].z, x[h].w);
     }
   }
 

@@ -51,6 +51,12 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -74,14 +80,25 @@ __device__ __forceinline__ Vec16 load_constant(const void* pointer) {
   return v;
 }
 
+// Shared memory, in program order among such loads.
+template <int kOffset>
+__device__ __forceinline__ Vec16 load_shared(const char* pointer) {
+  Vec16 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(smem_address(pointer)), "n"(kOffset));
+  return v;
+}
+
 // Shared memory into `v` where `active`; elsewhere `v` keeps what it held, and the load costs no bank cycle.
-__device__ __forceinline__ void load_shared_if(Vec16& v, const void* pointer, bool active) {
+template <int kOffset>
+__device__ __forceinline__ void load_shared_if(Vec16& v, const char* pointer, bool active) {
   asm volatile(
       "{\n\t.reg .pred active;\n\t"
       "setp.ne.u32 active, %5, 0;\n\t"
-      "@active ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+      "@active ld.shared.v4.b32 {%0, %1, %2, %3}, [%4 + %6];\n\t}"
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "r"(smem_address(pointer)), "r"(static_cast<u32>(active)));
+      : "r"(smem_address(pointer)), "r"(static_cast<u32>(active)), "n"(kOffset));
 }
 
 // A pairwise select of two 16-bit halves: the low (high) halves of `a` and `b`.
@@ -173,6 +190,13 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
                "l"(source), "r"(bytes), "r"(smem_address(barrier))
                : "memory");
 }
+
+// Asks for `bytes` (a multiple of 16, as the address is) to be brought into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void sleep_nanoseconds(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 
 // A tensor map as the driver encodes it (cuTensorMapEncodeTiled): opaque.
 struct alignas(128) TensorMap {

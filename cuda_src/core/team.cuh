@@ -5,7 +5,10 @@
 
 namespace cuk {
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// Of sizes, which are not negative: unsigned, a division by a power of two is a shift.
+__host__ __device__ constexpr int ceil_div(int a, int b) {
+  return static_cast<int>((static_cast<u32>(a) + static_cast<u32>(b) - 1) / static_cast<u32>(b));
+}
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 constexpr int kTeamWarps = 4;
@@ -15,9 +18,9 @@ constexpr int kMaxTeams = 6;                               // 960 threads, and n
 
 struct Team {
   int index;   // in the CTA
-  int thread;  // 0 … 127
-  __device__ int warp() const { return thread / kWarpSize; }
-  __device__ int lane() const { return thread % kWarpSize; }
+  u32 thread;  // 0 … 127
+  __device__ int warp() const { return static_cast<int>(thread / kWarpSize); }
+  __device__ int lane() const { return static_cast<int>(thread % kWarpSize); }
   // Barrier 0 belongs to __syncthreads; team i takes barrier 2 + i.
   __device__ void sync() const { named_barrier_sync(2 + index, kTeamThreads); }
 };

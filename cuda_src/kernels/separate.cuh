@@ -22,6 +22,9 @@ struct LaunchArgs {
   int scratch_bytes;  // of each team, multiple of 128
   int prefetch;       // stages that may load before the wait
   int in_flight;      // stages of a team that may be on their way at once before the wait
+  // What later ops will read, for L2: hint_pieces pieces of hint_bytes, hint_pitch apart, one each hint_pace nanoseconds a producer.
+  int hint_pieces, hint_bytes, hint_pitch, hint_pace;
+  const char* hint;
 };
 
 template <bool kPdl, class Tracer>
@@ -110,6 +113,15 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     }
     __syncwarp();
   }
+  if (launch.hint_pieces > first) {
+    policy.wait();
+    if (elected)
+#pragma unroll 1
+      for (int piece = first; piece < launch.hint_pieces; piece += stride) {
+        bulk_prefetch(launch.hint + static_cast<size_t>(piece) * launch.hint_pitch, launch.hint_bytes);
+        if (launch.hint_pace > 0) sleep_nanoseconds(launch.hint_pace);
+      }
+  }
 }
 
 template <class Task, int kTeams, bool kPdl, Trigger kTrigger, class Tracer = NoTrace>
@@ -144,7 +156,7 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();
     return;
   }
-  const Team team{index, thread % kTeamThreads};
+  const Team team{index, threadIdx.x % kTeamThreads};
   RingConsumer consumer{ring, {}};
   Task::prepare(args, Crew{thread, kConsumers}, team, shared, scratch, policy);
   tracer.mark(Event::kPrepared);

@@ -42,6 +42,7 @@ class Footprint:
     prefetch: int
     teams: int
     in_flight: int = MAX_STAGES
+    hint: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # pieces, bytes, pitch, pace, address
     at_least: int = 0  # shared memory to take even where less is needed
 
     @property
@@ -58,8 +59,8 @@ class Footprint:
         return self.teams * THREADS_PER_TEAM
 
     def pack(self) -> bytes:
-        return struct.pack("7i", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
-                           self.in_flight)  # fmt: skip
+        return struct.pack("11i4xQ", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
+                           self.in_flight, *self.hint)  # fmt: skip
 
 
 def footprint(
@@ -98,7 +99,9 @@ def footprint(
     def of(count: int) -> Footprint:
         ahead = count if prefetch is True else min(int(prefetch), count)
         at_once = max(1, min(MAX_STAGES, early_bytes // max(1, teams * task.stage_bytes)))
-        return Footprint(task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_once, at_least)
+        return Footprint(
+            task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_once, at_least=at_least
+        )
 
     def most(limit: int) -> int:
         count = 0
@@ -177,6 +180,7 @@ class SeparateRun(Run):
             self._maps = self._tensor_maps()
             fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch,
                               early_bytes=early_bytes) for i, op in enumerate(program.ops)]  # fmt: skip
+            fits = self._hinted(fits)
             sources = [
                 source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace)
                 for op, fit in zip(program.ops, fits, strict=True)
@@ -198,6 +202,9 @@ class SeparateRun(Run):
                 )
                 for i, (op, fit) in enumerate(zip(program.ops, fits, strict=True))
             ]
+
+    def _hinted(self, fits):
+        return fits
 
     def _address(self, view: View) -> int:
         return self.buffers[view.buffer.name].data.ptr + view.offset_bytes

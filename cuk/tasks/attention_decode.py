@@ -11,6 +11,7 @@ from cuk.task import Field, Operand, Region, Task, ceil_div, check_range, round_
 from cuk.tasks.qkv import HEAD_DIMS
 
 HEADS_PER_TASK = 8
+STAGE_ELEMENTS = 4096
 TARGET_TASKS = 128
 """Tasks to aim for: about one for each SM of a large GPU. A constant, since it fixes the order of the merge."""
 
@@ -64,7 +65,7 @@ class AttentionDecode(Task):
 
     @property
     def positions_per_stage(self) -> int:
-        return 4096 // self.head_dim
+        return STAGE_ELEMENTS // self.head_dim
 
     @property
     def stage_bytes(self) -> int:
@@ -214,5 +215,5 @@ class AttentionDecode(Task):
 def choose_splits(outputs: int, context: int, head_dim: int) -> int:
     """Ranges of the context for each of `outputs` (sequence, KV head) pairs: one a stage up to eight, then one for four stages, as far
     as a large GPU has SMs for them. Merging more costs more than reading up to four stages in turn."""
-    stages = ceil_div(context, 4096 // head_dim)
+    stages = ceil_div(context, STAGE_ELEMENTS // head_dim)
     return max(1, min(max(min(stages, 8), ceil_div(stages, 4)), ceil_div(TARGET_TASKS, outputs), 32))

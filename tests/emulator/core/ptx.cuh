@@ -299,9 +299,15 @@ inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
+inline float rcp_approx(float x) { return 1.0f / x; }
 inline Vec16 load_constant(const void* pointer) { return *static_cast<const Vec16*>(pointer); }
-inline void load_shared_if(Vec16& v, const void* pointer, bool active) {
-  if (active) v = *static_cast<const Vec16*>(pointer);
+template <int kOffset>
+inline Vec16 load_shared(const char* pointer) {
+  return *reinterpret_cast<const Vec16*>(pointer + kOffset);
+}
+template <int kOffset>
+inline void load_shared_if(Vec16& v, const char* pointer, bool active) {
+  if (active) v = *reinterpret_cast<const Vec16*>(pointer + kOffset);
 }
 inline u32 pack_low(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 inline u32 pack_high(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
@@ -348,6 +354,8 @@ struct Patience {
   void check() const { emulator::yield(); }
 };
 
+inline void bulk_prefetch(const void*, u32) {}
+inline void sleep_nanoseconds(u32) { emulator::yield(); }
 inline bool elect_one() { return emulator::cta->current % 32 == 0; }
 inline u64 evict_first_policy() { return 0; }
 
