@@ -9,8 +9,13 @@
 // over those columns and the other rows are nothing; with registers 2 and 3 it is the other way round. Two products for 512 bytes
 // of a warp, and no instruction that moves or clears a register.
 //
-// The order of a sum is fixed by k alone: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …, in halves; of each half,
-// columns 0, 1, 4, 5 of every eight add into one accumulator and the rest into another; their sum, and the warps in index order.
+// A batch of less than eight leaves columns of x free. Those go to further halves of the warp's blocks: with batch 1, column g is x at half g
+// of eight, everywhere else zero. One load then brings a lane x for all eight; a load for each half, of the few lanes that need
+// it, would take shared memory as long as the weights do. The groups of columns are added up at the end of the tile.
+//
+// The order of a sum is fixed by k and kSlots: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …, in halves; of each half,
+// columns 0, 1, 4, 5 of every eight add into one accumulator and the rest into another; their sum, the groups in a
+// butterfly, and the warps in index order.
 //
 // A ring stage is one box of the weights' tensor map, rank 5: 64 columns, rows, halves of the tile, blocks of 64 columns, heads. In
 // shared memory it is [block][tile row][64 columns] with the 128-byte swizzle: 16-byte unit u of row r lies at u ^ r. A copy costs
@@ -30,18 +35,21 @@ constexpr int kBlockK = 64;     // columns that a warp takes at a time
 constexpr int kSegmentK = 256;  // columns whose squares one warp sums while it stages x
 constexpr int kPadBytes = 64;
 
-// kBatchHalves: 1 for batch <= 8, else 2. kStreamX: x does not fit in shared memory and comes through the ring with the
+// kSlots: the batch, rounded up to a power of two. kStreamX: x does not fit in shared memory and comes through the ring with the
 // weights. kChunkK: columns of one ring stage.
-template <int kBatchHalves, bool kStreamX, int kChunkK>
+template <int kSlots, bool kStreamX, int kChunkK>
 struct Matvec {
-  static_assert(kBatchHalves == 1 || kBatchHalves == 2, "the tensor-core tile holds 8 or 16 rows of x");
+  static_assert(kSlots == 1 || kSlots == 2 || kSlots == 4 || kSlots == 8 || kSlots == 16,
+                "a product has eight columns, or twice eight");
   static_assert(kChunkK % (kBlockK * kTeamWarps) == 0, "a stage must hold whole rounds of the team's four warps");
-  static constexpr int kMaxBatch = 8 * kBatchHalves;
+  static constexpr int kColumnSets = kSlots == 16 ? 2 : 1;  // of eight columns
   static constexpr int kStageWeights = kTileRows * kChunkK * 2;
   static constexpr int kBlockBytes = kTileRows * kBlockK * 2;
   static constexpr int kXPitch = kChunkK * 2 + kPadBytes;  // of a streamed x, behind the weights of its stage
   static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
-  static constexpr int kAhead = kBatchHalves == 1 ? 3 : 1;  // halves of blocks whose loads run ahead of the products
+  static constexpr int kHalves = 2 * kBlocksPerWarp;  // of blocks: what a warp takes of a stage
+  static constexpr int kGroups = kSlots >= 8 ? 1 : 8 / kSlots < kHalves ? 8 / kSlots : kHalves;  // of columns, a half each
+  static constexpr int kAhead = kSlots < 16 ? 3 : 1;  // halves whose loads run ahead of the products
   static constexpr bool kHasDependentLoads = kStreamX;
   using Tile = int;  // its index
   template <class Args>
@@ -50,7 +58,7 @@ struct Matvec {
   }
 
   // Team scratch: two buffers of partial sums [warp][batch][row], used by alternate tiles; then 1 / rms [batch].
-  static constexpr int kPartials = kTeamWarps * kMaxBatch * kTileRows;
+  static constexpr int kPartials = kTeamWarps * kSlots * kTileRows;
   static __device__ float* partials(char* scratch, int iteration) {
     return reinterpret_cast<float*>(scratch) + (iteration & 1) * kPartials;
   }
@@ -122,7 +130,8 @@ struct Matvec {
           v[d].z = scale_and_square(v[d].z, weight.z, sum);
           v[d].w = scale_and_square(v[d].w, weight.w, sum);
         }
-        if (at.unit * 8 < k) *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
+        if (at.unit * 8 < k)
+          *reinterpret_cast<Vec16*>(shared + at.row * pitch + at.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
         if constexpr (kNorm) {
 #pragma unroll
           for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
@@ -165,7 +174,7 @@ struct Matvec {
     }
   }
 
-  // ---- team: the tile's sums. Returns y of (batch = thread / 8, tile row = thread % 8), for threads < 8 * kMaxBatch ----
+  // ---- team: the tile's sums. Returns y of (batch = thread / 8, tile row = thread % 8), for threads < 8 * kSlots ----
   static __device__ float sums(RingConsumer& ring, const Team& team, int batch, int k, const char* shared, char* scratch,
                                int iteration) {
     const int lane = team.lane(), warp = team.warp();
@@ -175,9 +184,13 @@ struct Matvec {
     const int w_offset = warp * kBlockBytes + tile_row * (kBlockK * 2);
     const int pitch = kStreamX ? kXPitch : x_pitch(k);
     // Columns past the batch hold anything: what they give is not looked at, and their loads are off.
-    const XColumns x_columns{(kStreamX ? kStageWeights : 0) + g * pitch + warp * (kBlockK * 2) + t * 16, 8 * pitch,
-                             {g < batch, g + 8 < batch}};
-    float acc[kBatchHalves][2][4] = {};
+    const int b = g % kSlots, group = kSlots < 8 ? g / kSlots : 0;
+    const XLane x_lane{(kStreamX ? kStageWeights : 0) + b * pitch + warp * (kBlockK * 2) + t * 16,
+                       half_offset(group),
+                       8 * pitch,
+                       group,
+                       {group < kGroups && b < batch, g + 8 < batch}};
+    float acc[kColumnSets][2][4] = {};
     Operands in;
     const int chunks = chunks_of(k);
 #pragma unroll 1
@@ -186,41 +199,38 @@ struct Matvec {
       const char* w_row = stage + w_offset;
       const char* x = kStreamX ? stage : shared + chunk * (kChunkK * 2);
       if ((chunk + 1) * kChunkK <= k) {
-        load_ahead<0, kAhead>(in, w_row, unit, x, x_columns);
-        add_halves<0>(acc, in, w_row, unit, x, x_columns);
+        load_ahead<0, kAhead>(in, w_row, unit, x, x_lane);
+        add_halves<0>(acc, in, w_row, unit, x, x_lane);
       } else {
 #pragma unroll 1
         for (int j = 0; j < kBlocksPerWarp; ++j) {
           const int left = k - chunk * kChunkK - (warp + j * kTeamWarps) * kBlockK - t * 8;
-          load_ahead<0, 2>(in, w_row + j * (kTeamWarps * kBlockBytes), unit, x + j * (kTeamWarps * kBlockK * 2), x_columns);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            // Past the row's end the box holds the next row's columns and x whatever was there, either of which may be NaN.
-            if (left <= half * 32) {
-              in.w[half] = Vec16{};
-#pragma unroll
-              for (int h = 0; h < kBatchHalves; ++h) in.x[half][h] = Vec16{};
-            }
-            add_half(acc, in, half);
-          }
+          add_partial<0>(acc, in, w_row + j * (kTeamWarps * kBlockBytes), unit, x + j * (kTeamWarps * kBlockK * 2), x_lane,
+                         left);
+          add_partial<1>(acc, in, w_row + j * (kTeamWarps * kBlockBytes), unit, x + j * (kTeamWarps * kBlockK * 2), x_lane,
+                         left);
         }
       }
       ring.release(lane);
     }
     float* partial = partials(scratch, iteration);
 #pragma unroll
-    for (int h = 0; h < kBatchHalves; ++h)
+    for (int h = 0; h < kColumnSets; ++h) {
+      float sum[2] = {acc[h][0][0] + acc[h][1][2], acc[h][0][1] + acc[h][1][3]};  // of columns 2 t and 2 t + 1
+      if (kSlots == 1) sum[0] += sum[1];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int b = 8 * h + 2 * t + e;
-        if (b < batch)
-          partial[(warp * kMaxBatch + b) * kTileRows + tile_row] =
-              acc[h][0][e] + acc[h][1][2 + e];
-      }
+      for (int step = 1; step < 4; step *= 2)  // over the groups
+        if (2 * step >= kSlots)
+#pragma unroll
+          for (float& s : sum) s += __shfl_xor_sync(kFullMask, s, step);
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (8 * h + 2 * t + e < batch) partial[(warp * kSlots + 8 * h + 2 * t + e) * kTileRows + tile_row] = sum[e];
+    }
     team.sync();
     float sum = 0.f;
     if (team.thread < kTileRows * batch) {
-      constexpr int kStride = kMaxBatch * kTileRows;
+      constexpr int kStride = kSlots * kTileRows;
       sum = ((partial[team.thread] + partial[kStride + team.thread]) + partial[2 * kStride + team.thread]) +
             partial[3 * kStride + team.thread];
     }
@@ -228,48 +238,71 @@ struct Matvec {
   }
 
  private:
-  // Halves of blocks on their way to the tensor cores: the warp's i-th of a chunk in place i % (kAhead + 1).
-  static constexpr int kHalves = 2 * kBlocksPerWarp;
-  struct Operands {
-    Vec16 w[kAhead + 1], x[kAhead + 1][kBatchHalves] = {};
-  };
-  struct XColumns {
-    int offset, high;  // of this lane's column; from it to the one eight further
+  // From the first half of a chunk to another one, in bytes of x.
+  static __device__ constexpr int half_offset(int half) { return half / 2 * (kTeamWarps * kBlockK * 2) + half % 2 * 64; }
+
+  // What a lane loads of x: its unit of the chunk's first half; from there to the first half of its group, and to the column eight further.
+  struct XLane {
+    int offset, group_offset, high, group;
     bool active[2];
   };
+  // Halves on their way to the tensor cores: of the weights the warp's i-th of a chunk in place i % (kAhead + 1); of x, kGroups at a time.
+  static constexpr int kXLoads = kHalves / kGroups;  // of a stage
+  static constexpr int kXPlaces = ceil_div(kAhead, kGroups) + 1 < kXLoads ? ceil_div(kAhead, kGroups) + 1 : kXLoads;
+  struct Operands {
+    Vec16 w[kAhead + 1], x[kXPlaces][kColumnSets] = {};
+  };
 
+  template <int i>
+  static __device__ __forceinline__ void load_w(Operands& in, const char* w_row, const int (&unit)[2]) {
+    in.w[i % (kAhead + 1)] = load_shared<i / 2 * (kTeamWarps * kBlockBytes)>(w_row + unit[i % 2]);
+  }
   // Halves i … end - 1.
   template <int i, int end>
   static __device__ __forceinline__ void load_ahead(Operands& in, const char* w_row, const int (&unit)[2], const char* x,
-                                                    const XColumns& columns) {
+                                                    const XLane& lane) {
     if constexpr (i < end) {
-      constexpr int kAt = i % (kAhead + 1);
-      in.w[kAt] = load_shared<i / 2 * (kTeamWarps * kBlockBytes)>(w_row + unit[i % 2]);
+      load_w<i>(in, w_row, unit);
+      if constexpr (i % kGroups == 0) {
 #pragma unroll
-      for (int h = 0; h < kBatchHalves; ++h)
-        load_shared_if<i / 2 * (kTeamWarps * kBlockK * 2) + i % 2 * 64>(in.x[kAt][h], x + columns.offset + h * columns.high,
-                                                                         columns.active[h]);
-      load_ahead<i + 1, end>(in, w_row, unit, x, columns);
+        for (int h = 0; h < kColumnSets; ++h)
+          load_shared_if<half_offset(i)>(in.x[i / kGroups % kXPlaces][h], x + lane.offset + lane.group_offset + h * lane.high,
+                                         lane.active[h]);
+      }
+      load_ahead<i + 1, end>(in, w_row, unit, x, lane);
     }
   }
   // The products of a chunk from half i on, with the loads of the half kAhead further.
   template <int i>
-  static __device__ __forceinline__ void add_halves(float (&acc)[kBatchHalves][2][4], Operands& in, const char* w_row,
-                                                    const int (&unit)[2], const char* x, const XColumns& columns) {
+  static __device__ __forceinline__ void add_halves(float (&acc)[kColumnSets][2][4], Operands& in, const char* w_row,
+                                                    const int (&unit)[2], const char* x, const XLane& lane) {
     if constexpr (i < kHalves) {
-      if constexpr (i + kAhead < kHalves) load_ahead<i + kAhead, i + kAhead + 1>(in, w_row, unit, x, columns);
-      add_half(acc, in, i % (kAhead + 1));
-      add_halves<i + 1>(acc, in, w_row, unit, x, columns);
+      if constexpr (i + kAhead < kHalves) load_ahead<i + kAhead, i + kAhead + 1>(in, w_row, unit, x, lane);
+#pragma unroll
+      for (int h = 0; h < kColumnSets; ++h)
+        add_half(acc[h], in.w[i % (kAhead + 1)],
+                 only(kGroups == 1 || lane.group == i % kGroups, in.x[i / kGroups % kXPlaces][h]));
+      add_halves<i + 1>(acc, in, w_row, unit, x, lane);
     }
   }
-  static __device__ __forceinline__ void add_half(float (&acc)[kBatchHalves][2][4], const Operands& in, int at) {
-    const Vec16& w = in.w[at];
-    const Vec16 (&x)[kBatchHalves] = in.x[at];
+  // The products of one half of a block that the row may end in, `left` columns after this lane's first.
+  template <int half>
+  static __device__ __forceinline__ void add_partial(float (&acc)[kColumnSets][2][4], Operands& in, const char* w_row,
+                                                     const int (&unit)[2], const char* x, const XLane& lane, int left) {
+    // Past the row's end the box holds the next row's columns and x whatever was there, either of which may be NaN.
+    const bool counts = left > half * 32;
+    load_w<half>(in, w_row, unit);
 #pragma unroll
-    for (int h = 0; h < kBatchHalves; ++h) {  // x as staged, or as it came through the ring
-      mma_k16(acc[h][0], w.x, w.y, w.z, w.w, x[h].x, kStreamX ? x[h].z : x[h].y);
-      mma_k16(acc[h][1], w.x, w.y, w.z, w.w, kStreamX ? x[h].y : x[h].z, x[h].w);
+    for (int h = 0; h < kColumnSets; ++h) {
+      load_shared_if<half_offset(half)>(in.x[0][h], x + lane.offset + h * lane.high, lane.active[h]);
+      add_half(acc[h], only(counts, in.w[half]), only(counts && lane.group == 0, in.x[0][h]));
     }
+  }
+  static __device__ __forceinline__ Vec16 only(bool condition, const Vec16& v) { return condition ? v : Vec16{}; }
+  static __device__ __forceinline__ void add_half(float (&acc)[2][4], const Vec16& w, const Vec16& x) {
+    // x as staged, or as it came through the ring
+    mma_k16(acc[0], w.x, w.y, w.z, w.w, x.x, kStreamX ? x.z : x.y);
+    mma_k16(acc[1], w.x, w.y, w.z, w.w, kStreamX ? x.y : x.z, x.w);
   }
 
   // A 16-byte unit of x.

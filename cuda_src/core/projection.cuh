@@ -6,9 +6,9 @@
 
 namespace cuk {
 
-template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
-struct Projection : Matvec<kBatchHalves, kStreamX, kChunkK> {
-  using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
+template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
+struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
+  using Base = Matvec<kSlots, kStreamX, kChunkK>;
 
   template <class Args>
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {

@@ -244,8 +244,8 @@ __device__ __forceinline__ void mma_k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u
 // The same with k = 8: a0 (row g) and a1 (row g + 8) hold columns 2t, 2t+1; b0 holds rows 2t, 2t+1 of column g.
 __device__ __forceinline__ void mma_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(b0));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
 }
 
 }  // namespace cuk

@@ -45,7 +45,7 @@ struct AttentionDecode {
     bf16* partials;  // [batch, splits, kv_heads * group * kHeadDim]
     float* lse;      // [batch, kv_heads * group, splits]: log2 of the sum of 2^score, -infinity for an empty range
     int kv_heads, group, heads_per_task, capacity, splits;
-    int lanes;  // that merge a pair: a power of two, splits or more of them up to 32
+    int lanes;         // that merge a pair: a power of two, splits or more of them up to 32
     float scale_log2;  // log2(e) / sqrt(kHeadDim)
   };
 
@@ -101,7 +101,8 @@ struct AttentionDecode {
   // (of the 64-column width m / 4) for heads 2 t and 2 t + 1, t = lane % 4. The weights come out of the score tile in just the
   // layout that the second product takes, and no accumulator is spent on padding heads.
   struct State {
-    Vec16 q[kWidths][2] = {};  // elements 2, 3 and 4, 5 of each eight exchanged: one product takes the first and last two, one the others
+    Vec16 q[kWidths][2] =
+        {};  // elements 2, 3 and 4, 5 of each eight exchanged: one product takes the first and last two, one the others
     float maximum = -infinity(), sum = 0.f;
     float out[kWidths * 4][4] = {};
   };
@@ -248,7 +249,9 @@ struct AttentionDecode {
     }
   };
   // What counted nothing has maximum -inf and weight 0, also where nothing has counted.
-  static __device__ float weight_of(float maximum, float top) { return exp2_approx(maximum - (top == -infinity() ? 0.f : top)); }
+  static __device__ float weight_of(float maximum, float top) {
+    return exp2_approx(maximum - (top == -infinity() ? 0.f : top));
+  }
 
   // The new position's scores, a warp taking every fourth head.
   static __device__ void score_new(const Args& a, const Tile& w, const bf16* k, const Team& team, char* scratch) {

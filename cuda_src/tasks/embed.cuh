@@ -6,7 +6,6 @@
 namespace cuk {
 
 struct Embed : Ringless {
-
   struct Args {
     const int* tokens;
     const bf16* table;

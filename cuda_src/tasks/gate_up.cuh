@@ -7,9 +7,9 @@
 
 namespace cuk {
 
-template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm>
-struct GateUp : Matvec<kBatchHalves, kStreamX, kChunkK> {
-  using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
+template <int kSlots, bool kStreamX, int kChunkK, bool kNorm>
+struct GateUp : Matvec<kSlots, kStreamX, kChunkK> {
+  using Base = Matvec<kSlots, kStreamX, kChunkK>;
 
   struct Args {
     const TensorMap* w;

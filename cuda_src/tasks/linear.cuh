@@ -6,8 +6,8 @@
 
 namespace cuk {
 
-template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
-struct Linear : Projection<kBatchHalves, kStreamX, kChunkK, kNorm, kResidual, Out> {
+template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
+struct Linear : Projection<kSlots, kStreamX, kChunkK, kNorm, kResidual, Out> {
   struct Args {
     const TensorMap* w;
     const bf16 *x, *norm, *residual;
@@ -18,7 +18,7 @@ struct Linear : Projection<kBatchHalves, kStreamX, kChunkK, kNorm, kResidual, Ou
 
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
-    Matvec<kBatchHalves, kStreamX, kChunkK>::template prepare_x<kNorm>(a, crew, shared, policy);
+    Matvec<kSlots, kStreamX, kChunkK>::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 };
 

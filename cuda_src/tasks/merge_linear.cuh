@@ -11,9 +11,9 @@
 
 namespace cuk {
 
-template <int kHeadDim, int kBatchHalves, int kChunkK, bool kResidual, class Out>
-struct MergeLinear : Projection<kBatchHalves, false, kChunkK, false, kResidual, Out> {
-  using Base = Matvec<kBatchHalves, false, kChunkK>;
+template <int kHeadDim, int kSlots, int kChunkK, bool kResidual, class Out>
+struct MergeLinear : Projection<kSlots, false, kChunkK, false, kResidual, Out> {
+  using Base = Matvec<kSlots, false, kChunkK>;
   static constexpr int kDepth = 8;  // ranges loaded at a time
 
   struct Args {

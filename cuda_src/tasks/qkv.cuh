@@ -8,10 +8,10 @@
 
 namespace cuk {
 
-template <int kBatchHalves, bool kStreamX, int kChunkK, bool kNorm, int kHeadDim>
-struct Qkv : Matvec<kBatchHalves, kStreamX, kChunkK> {
+template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, int kHeadDim>
+struct Qkv : Matvec<kSlots, kStreamX, kChunkK> {
   static_assert(kHeadDim % 8 == 0, "a tile takes four rows from each half of a head");
-  using Base = Matvec<kBatchHalves, kStreamX, kChunkK>;
+  using Base = Matvec<kSlots, kStreamX, kChunkK>;
   static constexpr int kTilesPerHead = kHeadDim / kTileRows;
 
   struct Args {

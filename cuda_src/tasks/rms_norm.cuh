@@ -8,7 +8,6 @@
 namespace cuk {
 
 struct RmsNorm : Ringless {
-
   struct Args {
     const bf16 *x, *w;
     bf16* y;

@@ -40,8 +40,9 @@ class MatvecTask(Task):
             )
 
     @property
-    def batch_halves(self) -> int:
-        return 1 if self.batch <= 8 else 2
+    def slots(self) -> int:
+        """Columns of a product that the batch takes: a power of two."""
+        return 1 << (self.batch - 1).bit_length()
 
     @property
     def x_pitch(self) -> int:
@@ -60,7 +61,7 @@ class MatvecTask(Task):
 
     @property
     def max_registers(self) -> int:
-        return 72 if self.batch_halves == 1 else 96
+        return 72 if self.slots < 16 else 96
 
     def weight_map(self, rows: int, halves: int = 1, heads: int = 1) -> dict[str, TensorMap]:
         """w [heads * halves * rows, k] as core/matvec.cuh reads it: (64 columns, rows, halves, blocks of 64 columns, heads). The last
@@ -78,13 +79,12 @@ class MatvecTask(Task):
 
     @property
     def scratch_bytes(self) -> int:
-        max_batch = 8 * self.batch_halves
-        return round_up(4 * (2 * 4 * max_batch * TILE_ROWS + max_batch), 128)
+        return round_up(4 * (2 * 4 * self.slots * TILE_ROWS + self.slots), 128)
 
     @property
     def matvec_arguments(self) -> str:
         """The template arguments that core/matvec.cuh takes."""
-        return f"{self.batch_halves}, {str(self.stream_x).lower()}, {self.chunk_k}"
+        return f"{self.slots}, {str(self.stream_x).lower()}, {self.chunk_k}"
 
     @property
     def norm_operand(self) -> dict[str, Operand]:

@@ -42,7 +42,7 @@ class MergeLinear(Linear):
     @property
     def struct(self) -> str:
         out = {"bfloat16": "cuk::bf16", "float32": "float"}[self.out]
-        return f"cuk::MergeLinear<{self.head_dim}, {self.batch_halves}, {self.chunk_k}, {str(self.residual).lower()}, {out}>"
+        return f"cuk::MergeLinear<{self.head_dim}, {self.slots}, {self.chunk_k}, {str(self.residual).lower()}, {out}>"
 
     @property
     def operands(self) -> dict[str, Operand]:

@@ -185,7 +185,8 @@ inline bool run_grid(int grid, int threads, unsigned seed, char* smem) {
     if (!moved) {
       for (const Cta& stuck : ctas)
         if (stuck.left > 0) {
-          failure = "deadlock: CTA " + std::to_string(stuck.index) + ", " + std::to_string(stuck.left) + " threads wait for ever";
+          failure =
+              "deadlock: CTA " + std::to_string(stuck.index) + ", " + std::to_string(stuck.left) + " threads wait for ever";
           return false;
         }
     }
