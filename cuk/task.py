@@ -117,6 +117,10 @@ class Task(abc.ABC):
         """Ring stages that `tasks` tasks of one team fill: more than these are of no use to a kernel. Unbounded unless overridden."""
         return 1 << 30
 
+    def weights_from(self, task: int) -> tuple[str, int] | None:
+        """(operand, byte) from which on this task and those after it read their weights in order; None where they do not."""
+        return None
+
     @property
     def max_registers(self) -> int:
         """Registers a thread may have. 65,536 of an SM hold two kernels of two teams (640 threads) at 96 and less."""

@@ -55,7 +55,8 @@ def linears(draw):
     batch, k = draw(batches), draw(columns)
     norm = draw(st.booleans()) and not streams_x(batch, k)
     out = draw(st.sampled_from(["bfloat16", "float32"]))
-    return alone(Linear(batch=batch, n=draw(st.integers(1, 70)), k=k, norm=norm, residual=draw(st.booleans()), out=out))
+    chunk = draw(st.sampled_from([0, 256, 512, 1024]))
+    return alone(Linear(batch=batch, n=draw(st.integers(1, 70)), k=k, norm=norm, residual=draw(st.booleans()), out=out, chunk_k=chunk))
 
 
 @st.composite

@@ -22,10 +22,11 @@ struct LaunchArgs {
   int scratch_bytes;  // of each team, multiple of 128
   int prefetch;       // stages that may load before the wait
   int in_flight;      // stages of a team that may be on their way at once before the wait
-  // What later ops will read, for L2: hint_pieces pieces of hint_bytes, hint_pitch apart, one each hint_pace nanoseconds a producer.
-  int hint_pieces, hint_bytes, hint_pitch, hint_pace;
-  const char* hint;
+  int ahead_bytes;    // from `ahead` on that a later op will read, to be brought into L2 after the wait
+  const char* ahead;
 };
+
+constexpr int kAheadPiece = 4096;  // bytes that one request brings into L2
 
 template <bool kPdl, class Tracer>
 struct SeparatePolicy {
@@ -113,14 +114,14 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     }
     __syncwarp();
   }
-  if (launch.hint_pieces > first) {
+  // Memory has little else to do now: the op's own loads came before the wait, and the next op's rings are small. After the wait, since
+  // what is still on its way when the kernel ends delays that end.
+  if (launch.ahead_bytes > first * kAheadPiece) {
     policy.wait();
     if (elected)
 #pragma unroll 1
-      for (int piece = first; piece < launch.hint_pieces; piece += stride) {
-        bulk_prefetch(launch.hint + static_cast<size_t>(piece) * launch.hint_pitch, launch.hint_bytes);
-        if (launch.hint_pace > 0) sleep_nanoseconds(launch.hint_pace);
-      }
+      for (int at = first * kAheadPiece; at < launch.ahead_bytes; at += stride * kAheadPiece)
+        bulk_prefetch(launch.ahead + at, static_cast<u32>(min(kAheadPiece, launch.ahead_bytes - at)));
   }
 }
 

@@ -27,6 +27,7 @@ MAX_STAGES = 64
 TEAMS_FOR_ONE_ROUND = 3
 EVEN_EXTRA_BYTES = 1024
 EARLY_BYTES = 48 * 1024
+AHEAD_BYTES = 5 << 20
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -42,7 +43,6 @@ class Footprint:
     prefetch: int
     teams: int
     in_flight: int = MAX_STAGES
-    hint: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # pieces, bytes, pitch, pace, address
     at_least: int = 0  # shared memory to take even where less is needed
 
     @property
@@ -58,9 +58,10 @@ class Footprint:
     def threads(self) -> int:
         return self.teams * THREADS_PER_TEAM
 
-    def pack(self) -> bytes:
-        return struct.pack("11i4xQ", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
-                           self.in_flight, *self.hint)  # fmt: skip
+    def pack(self, ahead: int = 0, ahead_bytes: int = 0) -> bytes:
+        """`ahead`: the address of what a later op will read."""
+        return struct.pack("8iQ", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
+                           self.in_flight, ahead_bytes, ahead)  # fmt: skip
 
 
 def footprint(
@@ -120,6 +121,27 @@ def footprint(
     return of(count)
 
 
+def asked_ahead(program: Program, fits: Sequence[Footprint], machine: Machine) -> list[tuple[View, int] | None]:
+    """For each op what it asks L2 for: (a view of a later op's weights, the byte from which on), or None.
+
+    An op whose loads all fit its ring leaves memory idle once its predecessor has ended, unless the next op's ring is large. The first such
+    op behind one that is bound by memory asks for what the next such one will read after its own ring is full, if more stand between."""
+    asks: list[tuple[View, int] | None] = [None] * len(fits)
+    small = [fit.num_stages >= op.task.stages_of_team(ceil_div(op.task.num_tasks, machine.num_sms * fit.teams))
+             if op.task.stage_bytes else None for op, fit in zip(program.ops, fits, strict=True)]  # fmt: skip
+    asker = None
+    for i, (op, fit) in enumerate(zip(program.ops, fits, strict=True)):
+        if small[i] and asker is None:
+            asker = i
+        elif small[i] is False:
+            in_rings = fit.num_stages * fit.teams * machine.num_sms // op.task.stages_of_team(1)
+            found = op.task.weights_from(min(in_rings, op.task.num_tasks - 1))
+            if asker is not None and asker < i - 1 and found:
+                asks[asker] = op.views[found[0]], found[1]
+            asker = None
+    return asks
+
+
 def kernel_name(op: Op) -> str:
     """What profilers show: the op's kind, prefixed so that no name of the CUDA library is taken."""
     return f"cuk_{op.kind}"
@@ -163,11 +185,12 @@ class SeparateRun(Run):
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
         ctas_per_sm: int, trace: bool, prefetch: bool | int = True, trigger: str = "start", early_bytes: int = EARLY_BYTES,
+        ahead_bytes: int = 0,
     ):  # fmt: skip
-        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes)
+        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes, ahead_bytes)
         super().__init__(program, {name: value for name, value in
                                    {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "trace": trace, "prefetch": prefetch,
-                                    "trigger": trigger, "early_bytes": early_bytes}.items()
+                                    "trigger": trigger, "early_bytes": early_bytes, "ahead_bytes": ahead_bytes}.items()
                                    if name in self.switches})  # fmt: skip
         if missing := gpu_missing():
             raise RuntimeError(f"run {self.name!r} needs a GPU: {missing}")
@@ -180,7 +203,6 @@ class SeparateRun(Run):
             self._maps = self._tensor_maps()
             fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch,
                               early_bytes=early_bytes) for i, op in enumerate(program.ops)]  # fmt: skip
-            fits = self._hinted(fits)
             sources = [
                 source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace)
                 for op, fit in zip(program.ops, fits, strict=True)
@@ -189,13 +211,14 @@ class SeparateRun(Run):
             self.cubins = {op.kind: cubin for op, cubin in zip(program.ops, compile_all(program.ops, sources), strict=True)}
             self.footprints = {op.kind: fit for op, fit in zip(program.ops, fits, strict=True)}
             self.resources = {kind: cubin.resources for kind, cubin in self.cubins.items()}
+            asks = asked_ahead(program, fits, self.machine) if ahead_bytes else [None] * len(fits)
             functions = {kind: cubin.function() for kind, cubin in self.cubins.items()}
             self.launches = [
                 Launch(
                     functions[op.kind],
                     grid=self.machine.num_sms,
                     block=fit.threads,
-                    args=(self._pack(i, op), fit.pack(), *([self._events[i]] if trace else [])),
+                    args=(self._pack(i, op), fit.pack(*self._ahead(asks[i], ahead_bytes)), *([self._events[i]] if trace else [])),
                     smem_bytes=fit.smem_bytes,
                     programmatic=self.programmatic and i > 0,
                     name=op.name,
@@ -203,11 +226,15 @@ class SeparateRun(Run):
                 for i, (op, fit) in enumerate(zip(program.ops, fits, strict=True))
             ]
 
-    def _hinted(self, fits):
-        return fits
-
     def _address(self, view: View) -> int:
         return self.buffers[view.buffer.name].data.ptr + view.offset_bytes
+
+    def _ahead(self, ask: tuple[View, int] | None, most: int) -> tuple[int, int]:
+        """(address, bytes) of at most so many bytes of what an op asks L2 for."""
+        if ask is None:
+            return 0, 0
+        view, start = ask
+        return self._address(view) + start, min(most, view.of(self.buffers).nbytes - start)
 
     def _tensor_maps(self) -> Any:
         """The table of tensor maps on the device [ops, 128] bytes: an op's operand that has one is passed its row's address."""
@@ -271,14 +298,15 @@ class GraphRun(SeparateRun):
 class PdlRun(GraphRun):
     """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
     successor start: "start", after its last "loads", or at its "end". early_bytes: how many a CTA may have on their way at once before
-    its wait."""
+    its wait. ahead_bytes: how many of a later op's weights a small op has brought into L2."""
 
     name = "pdl"
-    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "early_bytes": EARLY_BYTES}
+    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "early_bytes": EARLY_BYTES, "ahead_bytes": AHEAD_BYTES}
     programmatic = True
 
 
-def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str, early_bytes: int) -> None:
+def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str, early_bytes: int,
+                    ahead_bytes: int) -> None:  # fmt: skip
     if not 1 <= teams <= MAX_TEAMS:
         raise ValueError(f"teams={teams}: must be from 1 to {MAX_TEAMS} ({THREADS_PER_TEAM} threads each)")
     if stages is not None and not 1 <= stages <= 64:
@@ -289,5 +317,7 @@ def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: 
         raise ValueError(f"prefetch={prefetch}: must be True, False or a number of stages")
     if early_bytes < 1:
         raise ValueError(f"early_bytes={early_bytes}: must be 1 or more")
+    if ahead_bytes < 0 or ahead_bytes % 16:
+        raise ValueError(f"ahead_bytes={ahead_bytes}: must be 0 or a multiple of 16")
     if trigger not in TRIGGERS:
         raise ValueError(f"trigger={trigger!r}: must be one of {', '.join(TRIGGERS)}")

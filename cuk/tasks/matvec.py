@@ -101,9 +101,9 @@ class MatvecTask(Task):
 
 
 def choose_chunk(batch: int, k: int) -> int:
-    """Columns of a ring stage: 1024 (16 KB, more independent work between two barriers) where a small x leaves room for three of them
-    and another team's in half an SM, else 512."""
-    return 1024 if k >= 1024 and batch * (round_up(k, 64) * 2 + PAD_BYTES) <= 9 * 1024 else 512
+    """Columns of a ring stage: 1024 (16 KB, more independent work between two barriers) where a small x leaves room for two of them a
+    team in half an SM, else 512."""
+    return 1024 if k >= 1024 and batch * (round_up(k, 64) * 2 + PAD_BYTES) <= 20 * 1024 else 512
 
 
 def streams_x(batch: int, k: int) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cuk.programs import llama
 from cuk.runs.check import CheckFailed, check_bitwise, check_by_op
-from cuk.tasks import Linear
+from cuk.tasks import Argmax, AttentionDecode, Linear
 from tests.alone import PROGRAMS, alone
 from tests.emulator import emulate
 from tests.emulator.emulate import EmulatedRun
@@ -60,6 +60,24 @@ def test_bits_do_not_depend_on_teams_stages_or_sms():
         dict(stages=2, pdl=True, prefetch=1),
     ]:
         check_bitwise(Whole(program, **switches), first)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 40])  # from the last task taking all words to each task its share
+@pytest.mark.parametrize(
+    "program",
+    [
+        alone(AttentionDecode(batch=1, kv_heads=2, group=3, head_dim=64, capacity=400, context=390, splits=5), [390]),
+        alone(Argmax(batch=2, vocab=70_000)),
+    ],
+    ids=["attention", "argmax"],
+)
+def test_words_are_empty_again_after_a_step(program, num_sms):
+    run = EmulatedRun(program, num_sms=num_sms)
+    scratch = [name for name, buffer in program.buffers.items() if buffer.role == "scratch"]
+    assert scratch
+    for _ in range(2):
+        check_by_op(run)
+        assert all((run.buffers[name] == 2**64 - 1).all() for name in scratch)
 
 
 def test_rows_past_the_end_of_a_partial_block_do_not_leak():

@@ -52,9 +52,9 @@ def test_arguments_pack_as_the_compiler_lays_them_out(name):
 
 
 def test_launch_words_pack_as_the_compiler_lays_them_out():
-    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight"]
-    found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", names)
-    assert list(found.offsets.values()) == [4 * i for i in range(7)] and found.size == 28
+    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight", "ahead_bytes"]
+    found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", [*names, "ahead"])
+    assert list(found.offsets.values()) == [4 * i for i in range(9)] and found.size == 40
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

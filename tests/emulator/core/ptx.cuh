@@ -356,7 +356,6 @@ struct Patience {
 };
 
 inline void bulk_prefetch(const void*, u32) {}
-inline void sleep_nanoseconds(u32) { emulator::yield(); }
 inline bool elect_one() { return emulator::cta->current % 32 == 0; }
 inline u64 evict_first_policy() { return 0; }
 
