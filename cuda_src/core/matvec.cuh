@@ -49,7 +49,7 @@ struct Matvec {
   static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
   static constexpr int kHalves = 2 * kBlocksPerWarp;  // of blocks: what a warp takes of a stage
   static constexpr int kGroups = kSlots >= 8 ? 1 : 8 / kSlots < kHalves ? 8 / kSlots : kHalves;  // of columns, a half each
-  static constexpr int kAhead = kSlots < 16 ? 3 : 1;  // halves whose loads run ahead of the products
+  static constexpr int kAhead = kSlots < 16 && kHalves > 3 ? 3 : 1;  // halves whose loads run ahead of the products
   static constexpr bool kHasDependentLoads = kStreamX;
   using Tile = int;  // its index
   template <class Args>
