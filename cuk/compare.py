@@ -39,12 +39,14 @@ def compare(
     program: Program, runs: Sequence[str] = RUNS, *, variants: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
     rivals: Sequence[str] | None = None, study: str = "compare", floor: Floor | None = None, repeats: int = 20, seed: int = 0,
     device: int | None = None, machine: str = "h200", progress: Callable[[str], None] = lambda message: None,
+    on_runs: Callable[[Table], object] | None = None,
 ) -> Table | Sizes:  # fmt: skip
     """A bench.Table of the program's runs on a GPU (`device`, by default the current one); without a GPU its Sizes on the stored `machine`,
     in which nothing is measured.
 
     runs: names of cuk.runs.RUNS. variants: further rows, name -> (run, switches). rivals: names of cuk.rivals.RIVALS, by default the likely
-    ones; one that fails becomes a row that says why, not an error. Every run is checked first: `stream` op by op against the NumPy
+    ones; one that fails becomes a row that says why, not an error. on_runs: called with the table of the runs alone before any rival is set
+    up, since one that faults on the GPU takes the process with it. Every run is checked first: `stream` op by op against the NumPy
     reference at full size, the others bit by bit against it. Raises ValueError for unknown runs and rivals, CheckFailed."""
     rivals = likely_rivals(program) if rivals is None else rivals
     for what, names, known in (("run", runs, [r for r in KNOWN_RUNS if r != "reference"]), ("rival", rivals, RIVALS)):
@@ -56,12 +58,12 @@ def compare(
     import cupy
 
     with cupy.cuda.Device(device) if device is not None else contextlib.nullcontext():
-        return _timed(program, runs, variants or {}, rivals, study, floor, repeats, seed, progress)
+        return _timed(program, runs, variants or {}, rivals, study, floor, repeats, seed, progress, on_runs)
 
 
 def _timed(
     program: Program, runs: Sequence[str], variants: Mapping[str, tuple[str, Mapping[str, Any]]], rivals: Sequence[str], study: str,
-    floor: Floor | None, repeats: int, seed: int, progress: Callable[[str], None],
+    floor: Floor | None, repeats: int, seed: int, progress: Callable[[str], None], on_runs: Callable[[Table], object] | None,
 ) -> Table:  # fmt: skip
     progress("building")
     built = {"stream": build(program, "stream", seed=seed)}
@@ -75,6 +77,32 @@ def _timed(
     check(built, progress=lambda op: progress(f"checking {op.name}"))
     timed: dict[str, Any] = {name: run for name, run in built.items() if name in runs or name in variants}
     notes: dict[str, str] = {}
+    if floor is None:
+        progress("measuring the floor")
+        floor = measure_floor()
+    meta = program.meta
+    settings = {"batch": meta.get("batch"), "context": meta.get("context")}
+    expected = (
+        EXPECTED_US.get(f"{meta.get('model')}, {meta.get('batch')}, {meta.get('context')}") if floor.read_bytes_per_s > 4e12 else None
+    )
+
+    def measure() -> Table:
+        table = Table(study, "graph" if "graph" in timed else next(iter(timed)))
+        inner = max(1, min(50, int(2e4 / floor.us(program.min_bytes))))
+        done, total = iter(range(1, repeats * len(timed) + 1)), repeats * len(timed)
+        measurement = interleave(
+            timed,
+            baseline=table.baseline,
+            repeats=repeats,
+            inner=inner,
+            seed=seed,
+            progress=lambda name: progress(f"timing, {next(done)} of {total}"),
+        )
+        table.add(measurement, floor=floor, program=program, expected_us=expected, notes=notes, **settings)
+        return table
+
+    if on_runs and timed and rivals:
+        on_runs(measure())
     failed: dict[str, str] = {}
     for name in rivals:
         progress(f"setting up {name}")
@@ -82,26 +110,7 @@ def _timed(
             timed[name] = _checked_rival(name, program, shared, notes)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    if floor is None:
-        progress("measuring the floor")
-        floor = measure_floor()
-    baseline = "graph" if "graph" in timed else next(iter(timed))
-    inner = max(1, min(50, int(2e4 / floor.us(program.min_bytes))))
-    done, total = iter(range(1, repeats * len(timed) + 1)), repeats * len(timed)
-    measurement = interleave(
-        timed,
-        baseline=baseline,
-        repeats=repeats,
-        inner=inner,
-        seed=seed,
-        progress=lambda name: progress(f"timing, {next(done)} of {total}"),
-    )
-    table, meta = Table(study, baseline), program.meta
-    settings = {"batch": meta.get("batch"), "context": meta.get("context")}
-    expected = (
-        EXPECTED_US.get(f"{meta.get('model')}, {meta.get('batch')}, {meta.get('context')}") if floor.read_bytes_per_s > 4e12 else None
-    )
-    table.add(measurement, floor=floor, program=program, expected_us=expected, notes=notes, **settings)
+    table = measure()
     for name, why in failed.items():
         table.add_failed(name, f"could not be set up: {why}", program=program, floor=floor, **settings)
     return table

@@ -44,8 +44,9 @@ class Rival:
         """RMS difference of the logits from ours over the RMS of ours; sets `checked`. None where it computes no logits."""
         import cupy
 
+        cupy.cuda.Device().synchronize()
         self()
-        cupy.cuda.get_current_stream().synchronize()
+        cupy.cuda.Device().synchronize()
         theirs = self.logits()
         if theirs is None:
             return None
@@ -152,14 +153,15 @@ def _torch(program: Program, buffers: Mapping[str, Any], name: str, mode: str | 
         attention = _fastest_attention(program.meta, k_cache, v_cache)
         backend, attend = ATTENTIONS[attention]
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            graph, (logits, _) = _captured(decode_step(program.meta, t, k_cache, v_cache, attend=attend, wrap=wrap))
+            step = decode_step(program.meta, t, k_cache, v_cache, attend=attend, wrap=wrap)
+            graph, (logits, _) = _captured(step)
 
     def replay():
         with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
             graph.replay()
 
     settings = {"attention": attention, "torch": torch.__version__}
-    return Rival(name, replay, lambda: logits.float().cpu().numpy(), settings, (graph, t, k_cache, v_cache))
+    return Rival(name, replay, lambda: logits.float().cpu().numpy(), settings, (graph, step, t, k_cache, v_cache))
 
 
 def _torch_view(array: Any) -> Any:
@@ -172,7 +174,8 @@ def _torch_view(array: Any) -> Any:
 
 
 def _captured(call: Callable[[], Any]) -> tuple[Any, Any]:
-    """(CUDA graph, what `call` returned under capture), after three calls on a side stream as PyTorch's notes on CUDA graphs ask."""
+    """(CUDA graph, what `call` returned under capture), after three calls on a side stream as PyTorch's notes on CUDA graphs ask. The graph
+    holds addresses alone: `call`, with every tensor that it reads, must outlive it."""
     import torch
 
     side = torch.cuda.Stream()
@@ -188,18 +191,25 @@ def _captured(call: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def _fastest_attention(meta: Mapping[str, Any], k_cache: Any, v_cache: Any) -> str:
-    """The name in ATTENTIONS of what attends fastest over all layers' caches, in a CUDA graph. Raises RuntimeError when none works."""
+    """The name in ATTENTIONS of what attends fastest over all layers' caches, in a CUDA graph, of those whose replay attends as the first
+    layer's float32 does. Raises RuntimeError when none works."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q = torch.randn(meta["batch"], meta["heads"], 1, meta["head_dim"], device=k_cache.device).to(k_cache.dtype)
     length = meta["context"] + 1
+    exact = attend_gqa(*(x.float() for x in (q, k_cache[0, :, :, :length], v_cache[0, :, :, :length])))
     times = {}
     for name, (backend, attend) in ATTENTIONS.items():
         # A backend that does not take these shapes says so by warnings and a RuntimeError, in the eager calls before the capture.
         with warnings.catch_warnings(), contextlib.suppress(RuntimeError), sdpa_kernel(getattr(SDPBackend, backend)):
             warnings.simplefilter("ignore")
-            graph, _ = _captured(lambda a=attend: [a(q, k[:, :, :length], v[:, :, :length]) for k, v in zip(k_cache, v_cache, strict=True)])
+            graph, outputs = _captured(
+                lambda a=attend: [a(q, k[:, :, :length], v[:, :, :length]) for k, v in zip(k_cache, v_cache, strict=True)]
+            )
+            graph.replay()
+            if not (outputs[0].reshape(exact.shape).float() - exact).square().mean() < 1e-4 * exact.square().mean():
+                continue
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             graph.replay()
             start.record()

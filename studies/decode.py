@@ -75,13 +75,18 @@ def is_done(part: Part) -> bool:
 
 
 def run(part: Part, floor: Floor, quick: bool) -> Any:
-    """Checks, times and saves one part; returns its table."""
+    """Checks and times one part; returns its table. Its runs' rows are recorded before any rival is set up."""
     from rich.console import Console
 
     console = Console(stderr=True)
     with console.status("starting") as status:
         table = compare(llama(part.model, batch=part.batch, context=part.context), part.runs, variants=part.variants, rivals=part.rivals, study="decode",
-                        floor=floor, repeats=5 if quick else part.repeats, progress=status.update)  # fmt: skip
+                        floor=floor, repeats=5 if quick else part.repeats, progress=status.update,
+                        on_runs=None if quick else lambda table: with_bars(part, table).save())  # fmt: skip
+    return with_bars(part, table)
+
+
+def with_bars(part: Part, table: Any) -> Any:
     for row in table.rows:
         row["at_most"] = part.bars.get(row["run"])
     return table

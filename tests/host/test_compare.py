@@ -77,6 +77,15 @@ def test_a_stream_that_was_not_asked_for_is_checked_but_not_timed(gpu):
     assert [row["run"] for row in table.rows] == ["pdl"] and gpu == ["build stream", "build pdl", "check", "time"]
 
 
+def test_the_runs_are_handed_over_before_a_rival_can_take_the_process_with_it(gpu):
+    early = []
+    table = compare.compare(llama("llama-3.2-1b"), ["graph", "pdl"], rivals=["fine"], repeats=2, on_runs=early.append)
+    assert [row["run"] for row in early[0].rows] == ["graph", "pdl"] and len(early) == 1
+    assert [row["run"] for row in table.rows] == ["graph", "pdl", "fine"]
+    compare.compare(llama("llama-3.2-1b"), ["graph"], rivals=[], repeats=2, on_runs=early.append)
+    assert len(early) == 1
+
+
 def test_a_rival_that_fails_or_differs_spoils_nothing_but_its_row(gpu):
     table = compare.compare(llama("llama-3.2-1b"), ["graph"], rivals=["broken", "off"], repeats=2)
     rows = {row["run"]: row for row in table.rows}
