@@ -117,8 +117,8 @@ class Task(abc.ABC):
         """Ring stages that `tasks` tasks of one team fill: more than these are of no use to a kernel. Unbounded unless overridden."""
         return 1 << 30
 
-    def weights_from(self, task: int) -> tuple[str, int] | None:
-        """(operand, byte) from which on this task and those after it read their weights in order; None where they do not."""
+    def weights_from(self, task: int) -> tuple[str, int, int] | None:
+        """(operand, first byte, byte behind the last) of what this task and those after it read in order; None where there is no such thing."""
         return None
 
     @property

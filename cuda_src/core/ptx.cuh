@@ -196,6 +196,8 @@ __device__ __forceinline__ void bulk_prefetch(const void* source, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void sleep_nanoseconds(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
+
 // A tensor map as the driver encodes it (cuTensorMapEncodeTiled): opaque.
 struct alignas(128) TensorMap {
   char opaque[128];

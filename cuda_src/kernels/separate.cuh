@@ -22,7 +22,9 @@ struct LaunchArgs {
   int scratch_bytes;  // of each team, multiple of 128
   int prefetch;       // stages that may load before the wait
   int in_flight;      // stages of a team that may be on their way at once before the wait
-  int ahead_bytes;    // from `ahead` on that a later op will read, to be brought into L2 after the wait
+  // What this op or a later one will read after its rings are full, to be brought into L2: before the wait or after it, a piece by
+  // each producer every so many nanoseconds.
+  int ahead_bytes, ahead_early, ahead_pace;
   const char* ahead;
 };
 
@@ -72,6 +74,18 @@ struct ChunkCursor {
   }
 };
 
+// Memory has little else to do while small ops run. What a kernel asks for before its wait lands while the one ahead runs; after its wait
+// it had better be little, since what is still on its way when a kernel ends delays that end.
+__device__ __forceinline__ void ask_ahead(const LaunchArgs& launch, int first, int stride, bool elected) {
+  if (elected)
+#pragma unroll 1
+    for (int at = first * kAheadPiece; at < launch.ahead_bytes; at += stride * kAheadPiece) {
+      bulk_prefetch(launch.ahead + at, static_cast<u32>(min(kAheadPiece, launch.ahead_bytes - at)));
+      if (launch.ahead_pace > 0) sleep_nanoseconds(static_cast<u32>(launch.ahead_pace));
+    }
+  __syncwarp();
+}
+
 // The producer warp waits as a whole; its elected lane announces and issues. Always the same lane: elect.sync picks it by the mask.
 template <class Task, bool kPdl, class Policy>
 __device__ void produce(const typename Task::Args& args, const LaunchArgs& launch, const Ring& ring, int first, int stride,
@@ -80,6 +94,13 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
   ChunkCursor<Task> at(args, launch.num_tasks, first, stride);
   const int ahead = min(launch.prefetch, launch.num_stages);
   const bool elected = elect_one();
+  bool waited = false;
+  const auto wait = [&] {
+    if (!launch.ahead_early) policy.wait();
+    ask_ahead(launch, first, stride, elected);
+    policy.wait();
+    waited = true;
+  };
   if constexpr (Task::kHasDependentLoads) {
     // The independent halves of the first stages, the wait, then their dependent halves.
     ChunkCursor<Task> behind = at;
@@ -90,15 +111,16 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
       producer.announce(Task::chunk_bytes(args, at.tile, at.chunk));
       Task::load_independent(args, at.tile, at.chunk, producer.here());
     }
-    policy.wait();
+    wait();
     for (; early > 0; --early, behind.advance(), late.advance())
       if (elected) Task::load_dependent(args, behind.tile, behind.chunk, late.here());
   }
   RingCursor landing = producer.at;
   int landed = 0;
 #pragma unroll 1
-  for (int issued = 0; !at.done(); ++issued, at.advance(), producer.advance()) {
-    if (!Task::kHasDependentLoads && issued == ahead) policy.wait();
+  for (int issued = 0; true; ++issued, at.advance(), producer.advance()) {
+    if (!Task::kHasDependentLoads && !waited && (at.done() || issued == ahead)) wait();
+    if (at.done()) break;
     // Early loads go out a few at a time: more of them would only queue in the memory system, before the few bytes that the
     // kernel ahead still needs.
     if (kPdl && issued < ahead)
@@ -113,15 +135,6 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
       if constexpr (Task::kHasDependentLoads) Task::load_dependent(args, at.tile, at.chunk, producer.here());
     }
     __syncwarp();
-  }
-  // Memory has little else to do now: the op's own loads came before the wait, and the next op's rings are small. After the wait, since
-  // what is still on its way when the kernel ends delays that end.
-  if (launch.ahead_bytes > first * kAheadPiece) {
-    policy.wait();
-    if (elected)
-#pragma unroll 1
-      for (int at = first * kAheadPiece; at < launch.ahead_bytes; at += stride * kAheadPiece)
-        bulk_prefetch(launch.ahead + at, static_cast<u32>(min(kAheadPiece, launch.ahead_bytes - at)));
   }
 }
 

@@ -58,10 +58,10 @@ class Footprint:
     def threads(self) -> int:
         return self.teams * THREADS_PER_TEAM
 
-    def pack(self, ahead: int = 0, ahead_bytes: int = 0) -> bytes:
-        """`ahead`: the address of what a later op will read."""
-        return struct.pack("8iQ", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
-                           self.in_flight, ahead_bytes, ahead)  # fmt: skip
+    def pack(self, ahead: int = 0, ahead_bytes: int = 0, early: bool = False, pace_ns: int = 0) -> bytes:
+        """`ahead`: the address of so many bytes to ask L2 for; `early`: before the wait; `pace_ns`: nanoseconds between two pieces."""
+        return struct.pack("10iQ", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
+                           self.in_flight, ahead_bytes, early, pace_ns, ahead)  # fmt: skip
 
 
 def footprint(
@@ -121,24 +121,44 @@ def footprint(
     return of(count)
 
 
-def asked_ahead(program: Program, fits: Sequence[Footprint], machine: Machine) -> list[tuple[View, int] | None]:
-    """For each op what it asks L2 for: (a view of a later op's weights, the byte from which on), or None.
+@dataclass(frozen=True)
+class Ask:
+    """What an op asks L2 for: `bytes` of a view from the byte `start` on."""
 
-    An op whose loads all fit its ring leaves memory idle once its predecessor has ended, unless the next op's ring is large. The first such
-    op behind one that is bound by memory asks for what the next such one will read after its own ring is full, if more stand between."""
-    asks: list[tuple[View, int] | None] = [None] * len(fits)
-    small = [fit.num_stages >= op.task.stages_of_team(ceil_div(op.task.num_tasks, machine.num_sms * fit.teams))
-             if op.task.stage_bytes else None for op, fit in zip(program.ops, fits, strict=True)]  # fmt: skip
-    asker = None
+    view: View
+    start: int
+    bytes: int
+
+
+def asked_ahead(
+    program: Program, fits: Sequence[Footprint], machine: Machine, ahead_bytes: int | Mapping[str, int], early: bool
+) -> list[Ask | None]:
+    """What each op asks L2 for. `ahead_bytes`: at most so many each, or for each kind of op.
+
+    An op whose loads all fit its ring leaves memory idle while it runs, unless the next op's ring is large. A run of such small ops asks for
+    what the large one behind it will read after its own rings are full. Late: the first of them asks after its wait, if more stand
+    between. Early: every op that waits for one of them asks, before that wait, for the bytes behind those already asked for."""
+    asks: list[Ask | None] = [None] * len(fits)
+    run: list[int] = []  # of small ops
     for i, (op, fit) in enumerate(zip(program.ops, fits, strict=True)):
-        if small[i] and asker is None:
-            asker = i
-        elif small[i] is False:
-            in_rings = fit.num_stages * fit.teams * machine.num_sms // op.task.stages_of_team(1)
-            found = op.task.weights_from(min(in_rings, op.task.num_tasks - 1))
-            if asker is not None and asker < i - 1 and found:
-                asks[asker] = op.views[found[0]], found[1]
-            asker = None
+        task = op.task
+        if not task.stage_bytes:
+            continue
+        if fit.num_stages >= task.stages_of_team(ceil_div(task.num_tasks, machine.num_sms * fit.teams)):
+            run.append(i)
+            continue
+        askers = [*run[1:], i] if early and run else run[:1] if len(run) > 1 else []
+        in_rings = fit.num_stages * fit.teams * machine.num_sms // task.stages_of_team(1)
+        found = task.weights_from(min(in_rings, task.num_tasks - 1))
+        if found:
+            operand, start, stop = found
+            for asker in askers:
+                kind = program.ops[asker].kind
+                most = ahead_bytes if isinstance(ahead_bytes, int) else ahead_bytes.get(kind, 0)
+                if most and start < stop:
+                    asks[asker] = Ask(op.views[operand], start, min(most, stop - start))
+                    start += asks[asker].bytes
+        run = []
     return asks
 
 
@@ -185,12 +205,13 @@ class SeparateRun(Run):
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
         ctas_per_sm: int, trace: bool, prefetch: bool | int = True, trigger: str = "start", early_bytes: int = EARLY_BYTES,
-        ahead_bytes: int = 0,
+        ahead_bytes: int | Mapping[str, int] = 0, ahead_early: bool = False, ahead_pace_ns: int = 0,
     ):  # fmt: skip
-        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes, ahead_bytes)
+        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes, ahead_bytes, ahead_pace_ns)
         super().__init__(program, {name: value for name, value in
                                    {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "trace": trace, "prefetch": prefetch,
-                                    "trigger": trigger, "early_bytes": early_bytes, "ahead_bytes": ahead_bytes}.items()
+                                    "trigger": trigger, "early_bytes": early_bytes, "ahead_bytes": ahead_bytes,
+                                    "ahead_early": ahead_early, "ahead_pace_ns": ahead_pace_ns}.items()
                                    if name in self.switches})  # fmt: skip
         if missing := gpu_missing():
             raise RuntimeError(f"run {self.name!r} needs a GPU: {missing}")
@@ -211,14 +232,14 @@ class SeparateRun(Run):
             self.cubins = {op.kind: cubin for op, cubin in zip(program.ops, compile_all(program.ops, sources), strict=True)}
             self.footprints = {op.kind: fit for op, fit in zip(program.ops, fits, strict=True)}
             self.resources = {kind: cubin.resources for kind, cubin in self.cubins.items()}
-            asks = asked_ahead(program, fits, self.machine) if ahead_bytes else [None] * len(fits)
+            asks = [self._locate(ask) for ask in asked_ahead(program, fits, self.machine, ahead_bytes, ahead_early)]
             functions = {kind: cubin.function() for kind, cubin in self.cubins.items()}
             self.launches = [
                 Launch(
                     functions[op.kind],
                     grid=self.machine.num_sms,
                     block=fit.threads,
-                    args=(self._pack(i, op), fit.pack(*self._ahead(asks[i], ahead_bytes)), *([self._events[i]] if trace else [])),
+                    args=(self._pack(i, op), fit.pack(*asks[i], ahead_early, ahead_pace_ns), *([self._events[i]] if trace else [])),
                     smem_bytes=fit.smem_bytes,
                     programmatic=self.programmatic and i > 0,
                     name=op.name,
@@ -229,12 +250,9 @@ class SeparateRun(Run):
     def _address(self, view: View) -> int:
         return self.buffers[view.buffer.name].data.ptr + view.offset_bytes
 
-    def _ahead(self, ask: tuple[View, int] | None, most: int) -> tuple[int, int]:
-        """(address, bytes) of at most so many bytes of what an op asks L2 for."""
-        if ask is None:
-            return 0, 0
-        view, start = ask
-        return self._address(view) + start, min(most, view.of(self.buffers).nbytes - start)
+    def _locate(self, ask: Ask | None) -> tuple[int, int]:
+        """(address, bytes) of what an op asks L2 for."""
+        return (self._address(ask.view) + ask.start, ask.bytes) if ask else (0, 0)
 
     def _tensor_maps(self) -> Any:
         """The table of tensor maps on the device [ops, 128] bytes: an op's operand that has one is passed its row's address."""
@@ -298,15 +316,17 @@ class GraphRun(SeparateRun):
 class PdlRun(GraphRun):
     """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
     successor start: "start", after its last "loads", or at its "end". early_bytes: how many a CTA may have on their way at once before
-    its wait. ahead_bytes: how many of a later op's weights a small op has brought into L2."""
+    its wait. ahead_bytes: how many of a later op's weights an op has brought into L2, in all or {kind: bytes}; ahead_early: before its
+    wait; ahead_pace_ns: nanoseconds between a producer's requests (see `asked_ahead`)."""
 
     name = "pdl"
-    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "early_bytes": EARLY_BYTES, "ahead_bytes": AHEAD_BYTES}
+    switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "early_bytes": EARLY_BYTES, "ahead_bytes": AHEAD_BYTES,
+                "ahead_early": False, "ahead_pace_ns": 0}  # fmt: skip
     programmatic = True
 
 
 def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str, early_bytes: int,
-                    ahead_bytes: int) -> None:  # fmt: skip
+                    ahead_bytes: int | Mapping[str, int], ahead_pace_ns: int) -> None:  # fmt: skip
     if not 1 <= teams <= MAX_TEAMS:
         raise ValueError(f"teams={teams}: must be from 1 to {MAX_TEAMS} ({THREADS_PER_TEAM} threads each)")
     if stages is not None and not 1 <= stages <= 64:
@@ -317,7 +337,9 @@ def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: 
         raise ValueError(f"prefetch={prefetch}: must be True, False or a number of stages")
     if early_bytes < 1:
         raise ValueError(f"early_bytes={early_bytes}: must be 1 or more")
-    if ahead_bytes < 0 or ahead_bytes % 16:
+    if any(size < 0 or size % 16 for size in ([ahead_bytes] if isinstance(ahead_bytes, int) else ahead_bytes.values())):
         raise ValueError(f"ahead_bytes={ahead_bytes}: must be 0 or a multiple of 16")
+    if not 0 <= ahead_pace_ns <= 100_000:
+        raise ValueError(f"ahead_pace_ns={ahead_pace_ns}: must be from 0 to 100000")
     if trigger not in TRIGGERS:
         raise ValueError(f"trigger={trigger!r}: must be one of {', '.join(TRIGGERS)}")

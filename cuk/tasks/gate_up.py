@@ -57,9 +57,9 @@ class GateUp(MatvecTask):
     def _columns(self, task: int) -> tuple[int, int]:
         return task * PAIRS, min(self.n, (task + 1) * PAIRS)
 
-    def weights_from(self, task: int) -> tuple[str, int]:
+    def weights_from(self, task: int) -> tuple[str, int, int]:
         """Of the gate's rows: half of what the tasks read."""
-        return "w", task * PAIRS * self.k * 2
+        return "w", task * PAIRS * self.k * 2, self.n * self.k * 2
 
     def reads(self, task: int) -> list[Region]:
         low, high = self._columns(task)

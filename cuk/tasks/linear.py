@@ -62,8 +62,8 @@ class Linear(MatvecTask):
     def _rows(self, task: int) -> tuple[int, int]:
         return task * TILE_ROWS, min(self.n, (task + 1) * TILE_ROWS)
 
-    def weights_from(self, task: int) -> tuple[str, int]:
-        return "w", task * TILE_ROWS * self.k * 2
+    def weights_from(self, task: int) -> tuple[str, int, int]:
+        return "w", task * TILE_ROWS * self.k * 2, self.n * self.k * 2
 
     def reads(self, task: int) -> list[Region]:
         rows = self._rows(task)

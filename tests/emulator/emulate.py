@@ -22,7 +22,7 @@ from cuk.compile import cuda_src
 from cuk.machine import Machine
 from cuk.program import Op, Program
 from cuk.runs.memory import numpy_buffers
-from cuk.runs.separate import Footprint, footprint, kernel_name, source_for
+from cuk.runs.separate import Footprint, asked_ahead, footprint, kernel_name, source_for
 from cuk.task import pack_args
 
 HERE = Path(__file__).resolve().parent
@@ -81,7 +81,17 @@ class EmulatedRun:
     name = "stream"
     drop_copies = False  # nothing that is loaded ever lands
 
-    def __init__(self, program: Program, *, seed: int = 0, num_sms: int = 3, pdl: bool = False, **switches):
+    def __init__(
+        self,
+        program: Program,
+        *,
+        seed: int = 0,
+        num_sms: int = 3,
+        pdl: bool = False,
+        ahead_bytes: int = 0,
+        ahead_early: bool = False,
+        **switches,
+    ):
         self.program = program
         self.machine = dataclasses.replace(Machine.load("h200"), num_sms=num_sms)
         self.seed = seed
@@ -97,7 +107,13 @@ class EmulatedRun:
                  for op, fit in zip(program.ops, fits, strict=True)}  # fmt: skip
         with ThreadPoolExecutor() as pool:
             libraries = dict(zip(units.values(), pool.map(lambda unit: library(*unit), units), strict=True))
-        self.launches = [self._prepare(op, fit, libraries[op.kind]) for op, fit in zip(program.ops, fits, strict=True)]
+        asks = asked_ahead(program, fits, self.machine, ahead_bytes, ahead_early)
+        words = [
+            fit.pack(self._address(ask.view) + ask.start, ask.bytes, ahead_early, 1) if ask else fit.pack()
+            for fit, ask in zip(fits, asks, strict=True)
+        ]
+        self.asks = sum(ask is not None for ask in asks)
+        self.launches = [self._prepare(op, fit, w, libraries[op.kind]) for op, fit, w in zip(program.ops, fits, words, strict=True)]
 
     def synchronize(self) -> None:
         """Nothing is pending: a launch returns when it is done."""
@@ -105,7 +121,7 @@ class EmulatedRun:
     def _address(self, view) -> int:
         return self.buffers[view.buffer.name].ctypes.data + view.offset_bytes
 
-    def _prepare(self, op: Op, fit: Footprint, library: ctypes.CDLL):
+    def _prepare(self, op: Op, fit: Footprint, launch_words: bytes, library: ctypes.CDLL):
         values = {f.name: 0 for f in op.task.fields if f.kind == "ptr"} | {k: self._address(v) for k, v in op.views.items()}
         maps = []
         for key, spec in op.task.tensor_maps.items():
@@ -116,7 +132,7 @@ class EmulatedRun:
             values[key] = ctypes.addressof(buffer) + start
             maps.append(buffer)
         args = ctypes.create_string_buffer(pack_args(op.task.fields, {**values, **op.task.scalars}))
-        words = ctypes.create_string_buffer(fit.pack())
+        words = ctypes.create_string_buffer(launch_words)
         run = library.emulate
         run.restype = ctypes.c_char_p
 

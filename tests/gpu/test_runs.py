@@ -40,7 +40,13 @@ def stepped():
 def test_bits_do_not_depend_on_switches(stepped, name, teams, stages, ctas_per_sm, prefetch, trigger, early_bytes):
     switches = {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm}
     if name == "pdl":
-        switches |= {"prefetch": prefetch, "trigger": trigger, "early_bytes": early_bytes, "ahead_bytes": early_bytes // 16 * 16}
+        switches |= {
+            "prefetch": prefetch,
+            "trigger": trigger,
+            "early_bytes": early_bytes,
+            "ahead_bytes": early_bytes // 16 * 16,
+            "ahead_early": ctas_per_sm == 2,
+        }
     check_bitwise(build(stepped.program, name, buffers=stepped.buffers, **switches), stepped)
 
 

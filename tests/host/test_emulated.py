@@ -62,6 +62,15 @@ def test_bits_do_not_depend_on_teams_stages_or_sms():
         check_bitwise(Whole(program, **switches), first)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_asking_ahead_changes_nothing(early, prefetch):
+    program = llama({**SMALL, "intermediate_size": 2048, "num_hidden_layers": 1}, batch=1, context=90)
+    run = EmulatedRun(program, num_sms=13, pdl=True, prefetch=prefetch, ahead_bytes=1 << 12, ahead_early=early)
+    assert run.asks
+    check_by_op(run)
+
+
 @pytest.mark.parametrize("num_sms", [1, 3, 40])  # from the last task taking all words to each task its share
 @pytest.mark.parametrize(
     "program",

@@ -52,9 +52,10 @@ def test_arguments_pack_as_the_compiler_lays_them_out(name):
 
 
 def test_launch_words_pack_as_the_compiler_lays_them_out():
-    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight", "ahead_bytes"]
+    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight", "ahead_bytes", "ahead_early",
+             "ahead_pace"]  # fmt: skip
     found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", [*names, "ahead"])
-    assert list(found.offsets.values()) == [4 * i for i in range(9)] and found.size == 40
+    assert list(found.offsets.values()) == [4 * i for i in range(11)] and found.size == 48
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

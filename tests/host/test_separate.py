@@ -1,5 +1,7 @@
 """What the runs of separate kernels decide before anything is launched: shared memory, early loads, what is asked of L2."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,30 +37,43 @@ def test_early_loads_keep_to_their_bytes(program, data):
     assert fit.in_flight >= footprint(task, MACHINE, index=index, early_bytes=max(1, early // 2)).in_flight
 
 
-def test_the_first_of_several_small_ops_asks_for_what_the_next_large_one_reads():
-    program = PROGRAMS["1b"]
-    asks = dict(zip((op.name for op in program.ops), asked_ahead(program, fits_of(program), MACHINE), strict=True))
-    assert {name for name, ask in asks.items() if ask} == {f"layer{i}.qkv" for i in range(16)}
-    assert all(str(asks[f"layer{i}.qkv"][0]) == f"w_gate_up[{i}]" for i in range(16))
+def asks_of(program, *, ahead_bytes=5 << 20, early=False, **switches):
+    asks = asked_ahead(program, fits_of(program, **switches), MACHINE, ahead_bytes, early)
+    return {op.name: ask for op, ask in zip(program.ops, asks, strict=True) if ask}
 
 
-def test_an_op_right_before_a_large_one_asks_for_nothing():
+def test_late_the_first_of_several_small_ops_asks_for_what_the_next_large_one_reads():
+    asks = asks_of(PROGRAMS["1b"])
+    assert {name: str(ask.view) for name, ask in asks.items()} == {f"layer{i}.qkv": f"w_gate_up[{i}]" for i in range(16)}
+
+
+def test_late_an_op_right_before_a_large_one_asks_for_nothing():
     """The large one's own ring keeps memory busy then."""
     for name in ("1b, long", "8b"):
-        assert not any(asked_ahead(PROGRAMS[name], fits_of(PROGRAMS[name]), MACHINE)), name
+        assert not asks_of(PROGRAMS[name]), name
 
 
-@given(programs, st.integers(1, 3), st.integers(1, 2))
-def test_what_is_asked_for_is_a_later_ops_and_begins_after_its_rings(program, teams, ctas_per_sm):
-    fits = fits_of(program, teams=teams, ctas_per_sm=ctas_per_sm)
-    for i, ask in enumerate(asked_ahead(program, fits, MACHINE)):
-        if ask is None:
-            continue
-        view, start = ask
-        j = next(j for j in range(i + 1, len(program.ops)) if view in program.ops[j].views.values())
-        shape = program.ops[j].task.operands["w"].shape
-        assert j > i + 1 and view.buffer.role == "weight"
-        assert 0 < start < shape[0] * shape[1] * ITEM_BYTES["bfloat16"] and start % 16 == 0
+def test_early_all_that_wait_for_a_small_op_ask():
+    asks = asks_of(PROGRAMS["1b"], early=True)
+    assert set(asks) == {f"layer{i}.{kind}" for i in range(16) for kind in ("attention", "o_proj", "gate_up")}
+    assert set(asks_of(PROGRAMS["8b"], early=True)) == {f"layer{i}.o_proj" for i in range(32)}
+    assert set(asks_of(PROGRAMS["1b"], early=True, ahead_bytes={"o_proj": 16})) == {f"layer{i}.o_proj" for i in range(16)}
+    assert not asks_of(PROGRAMS["1b"], early=True, ahead_bytes=0)
+
+
+@given(programs, st.integers(1, 3), st.integers(1, 2), st.booleans(), st.integers(1, 1 << 22))
+def test_what_is_asked_for_lies_behind_the_rings_within_the_weights_and_apart(program, teams, ctas_per_sm, early, size):
+    fits = {op.name: fit for op, fit in zip(program.ops, fits_of(program, teams=teams, ctas_per_sm=ctas_per_sm), strict=True)}
+    taken = {}
+    for ask in asks_of(program, teams=teams, ctas_per_sm=ctas_per_sm, early=early, ahead_bytes=16 * size).values():
+        reader = next(op for op in program.ops if ask.view in op.views.values())
+        shape = reader.task.operands["w"].shape
+        fit = fits[reader.name]
+        assert ask.view.buffer.role == "weight" and ask.start % 16 == 0 and 0 < ask.bytes <= 16 * size
+        assert ask.start + ask.bytes <= shape[0] * shape[1] * ITEM_BYTES["bfloat16"]
+        in_rings = fit.num_stages * fit.teams * MACHINE.num_sms * fit.stage_bytes
+        assert ask.start >= taken.get(reader.name, 0) and ask.start * 2 >= in_rings - 2 * fit.stage_bytes * fit.num_stages
+        taken[reader.name] = ask.start + ask.bytes
 
 
 @pytest.mark.parametrize(
@@ -71,9 +86,11 @@ def test_what_is_asked_for_is_a_later_ops_and_begins_after_its_rings(program, te
         ({"trigger": "late"}, "trigger='late': must be one of start, loads, end"),
         ({"early_bytes": 0}, "early_bytes=0: must be 1 or more"),
         ({"ahead_bytes": 24}, "ahead_bytes=24: must be 0 or a multiple of 16"),
+        ({"ahead_bytes": {"qkv": -16}}, "ahead_bytes={'qkv': -16}: must be 0 or a multiple of 16"),
+        ({"ahead_pace_ns": -1}, "ahead_pace_ns=-1: must be from 0 to 100000"),
         ({"ring": 3}, "run 'pdl' has no switch ring: its switches and their defaults are teams=2, "),
     ],
 )
 def test_a_switch_out_of_range_is_named(switches, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         build(PROGRAMS["chain"], "pdl", **switches)
