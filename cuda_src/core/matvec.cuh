@@ -5,17 +5,17 @@
 // 16 * batch * k flops.
 //
 // A lane's 16 bytes of a weight row are four registers in a row, and go in as they are: registers 0 and 2 stand for row g, 1 and 3 for
-// row g + 8. With registers 0 and 1 of x as it is staged (elements 0, 1, 4, 5 of eight) the rows g of the product are the sum
-// over those columns and the other rows are nothing; with registers 2 and 3 it is the other way round. Two products for 512 bytes
-// of a warp, and no instruction that moves or clears a register.
+// row g + 8. With elements 0, 1, 4, 5 of every eight of x in a column, the product's rows g in that column are the sum over those
+// elements and its rows g + 8 are nothing; with elements 2, 3, 6, 7 it is the other way round. No instruction moves or clears any of them.
 //
-// A batch of less than eight leaves columns of x free. Those go to further halves of the warp's blocks: with batch 1, column g is x at half g
-// of eight, everywhere else zero. One load then brings a lane x for all eight; a load for each half, of the few lanes that need
-// it, would take shared memory as long as the weights do. The groups of columns are added up at the end of the tile.
+// A batch of up to four has columns for both: an even one for the first, the odd one beside it for the others, and one product for
+// 512 bytes of a warp. What columns are left then go to further halves of the warp's blocks: with batch 1, columns 2 i and 2 i + 1
+// are x at half i of four, everywhere else zero. One load brings a lane x for all four; a load for each half, of the few lanes that
+// need it, would take shared memory as long as the weights do. A larger batch takes two products for 512 bytes, or twice two.
 //
-// The order of a sum is fixed by k and kSlots: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …, in halves; of each half,
-// columns 0, 1, 4, 5 of every eight add into one accumulator and the rest into another; their sum, the groups in a
-// butterfly, and the warps in index order.
+// The order of a sum is fixed by k and kSlots: warp v of the team takes the 64-column blocks v, v + 4, v + 8, …, in halves. Up to batch 4, halves
+// alternate between two accumulators, and what the two columns and the groups of them hold is added at the end; beyond, the two
+// products of a half have an accumulator each. Then the warps in index order.
 //
 // A ring stage is one box of the weights' tensor map, rank 5: 64 columns, rows, halves of the tile, blocks of 64 columns, heads. In
 // shared memory it is [block][tile row][64 columns] with the 128-byte swizzle: 16-byte unit u of row r lies at u ^ r. A copy costs
@@ -48,7 +48,8 @@ struct Matvec {
   static constexpr int kXPitch = kChunkK * 2 + kPadBytes;  // of a streamed x, behind the weights of its stage
   static constexpr int kBlocksPerWarp = kChunkK / (kBlockK * kTeamWarps);
   static constexpr int kHalves = 2 * kBlocksPerWarp;  // of blocks: what a warp takes of a stage
-  static constexpr int kGroups = kSlots >= 8 ? 1 : 8 / kSlots < kHalves ? 8 / kSlots : kHalves;  // of columns, a half each
+  static constexpr bool kPaired = kSlots <= 4;        // a row of x has two columns
+  static constexpr int kGroups = !kPaired ? 1 : 4 / kSlots < kHalves ? 4 / kSlots : kHalves;  // of columns, a half each
   static constexpr int kAhead = kSlots < 16 && kHalves > 3 ? 3 : 1;  // halves whose loads run ahead of the products
   static constexpr bool kHasDependentLoads = kStreamX;
   using Tile = int;  // its index
@@ -184,11 +185,12 @@ struct Matvec {
     const int w_offset = warp * kBlockBytes + tile_row * (kBlockK * 2);
     const int pitch = kStreamX ? kXPitch : x_pitch(k);
     // Columns past the batch hold anything: what they give is not looked at, and their loads are off.
-    const int b = g % kSlots, group = kSlots < 8 ? g / kSlots : 0;
+    const int b = kPaired ? g / 2 % kSlots : g, group = kPaired ? g / 2 / kSlots : 0;
     const XLane x_lane{(kStreamX ? kStageWeights : 0) + b * pitch + warp * (kBlockK * 2) + t * 16,
                        half_offset(group),
                        8 * pitch,
                        group,
+                       g % 2 != 0,
                        {group < kGroups && b < batch, g + 8 < batch}};
     float acc[kColumnSets][2][4] = {};
     Operands in;
@@ -216,16 +218,17 @@ struct Matvec {
     float* partial = partials(scratch, iteration);
 #pragma unroll
     for (int h = 0; h < kColumnSets; ++h) {
-      float sum[2] = {acc[h][0][0] + acc[h][1][2], acc[h][0][1] + acc[h][1][3]};  // of columns 2 t and 2 t + 1
-      if (kSlots == 1) sum[0] += sum[1];
+      if constexpr (kPaired) {
+        float sum = (acc[h][0][0] + acc[h][0][3]) + (acc[h][1][0] + acc[h][1][3]);  // rows g of column 2 t, g + 8 of the next
 #pragma unroll
-      for (int step = 1; step < 4; step *= 2)  // over the groups
-        if (2 * step >= kSlots)
+        for (int step = kSlots; step < 4; step *= 2) sum += __shfl_xor_sync(kFullMask, sum, step);  // over the groups
+        if (t < batch) partial[(warp * kSlots + t) * kTileRows + tile_row] = sum;
+      } else {
 #pragma unroll
-          for (float& s : sum) s += __shfl_xor_sync(kFullMask, s, step);
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (8 * h + 2 * t + e < batch) partial[(warp * kSlots + 8 * h + 2 * t + e) * kTileRows + tile_row] = sum[e];
+        for (int e = 0; e < 2; ++e)
+          if (8 * h + 2 * t + e < batch)
+            partial[(warp * kSlots + 8 * h + 2 * t + e) * kTileRows + tile_row] = acc[h][0][e] + acc[h][1][2 + e];
+      }
     }
     team.sync();
     float sum = 0.f;
@@ -244,11 +247,15 @@ struct Matvec {
   // What a lane loads of x: its unit of the chunk's first half; from there to the first half of its group, and to the column eight further.
   struct XLane {
     int offset, group_offset, high, group;
+    bool odd;  // of its column
     bool active[2];
   };
   // Halves on their way to the tensor cores: of the weights the warp's i-th of a chunk in place i % (kAhead + 1); of x, kGroups at a time.
   static constexpr int kXLoads = kHalves / kGroups;  // of a stage
   static constexpr int kXPlaces = ceil_div(kAhead, kGroups) + 1 < kXLoads ? ceil_div(kAhead, kGroups) + 1 : kXLoads;
+  struct Pair {
+    u32 x, y;
+  };
   struct Operands {
     Vec16 w[kAhead + 1], x[kXPlaces][kColumnSets] = {};
   };
@@ -272,6 +279,11 @@ struct Matvec {
       load_ahead<i + 1, end>(in, w_row, unit, x, lane);
     }
   }
+  // A lane's four registers of x as two: those for an even column, and for an odd one.
+  static __device__ __forceinline__ Pair pair_of(const Vec16& x, bool odd) {
+    const u32 first = kStreamX ? x.z : x.y, second = kStreamX ? x.y : x.z;  // as it came through the ring, or as staged
+    return odd ? Pair{second, x.w} : Pair{x.x, first};
+  }
   // The products of a chunk from half i on, with the loads of the half kAhead further.
   template <int i>
   static __device__ __forceinline__ void add_halves(float (&acc)[kColumnSets][2][4], Operands& in, const char* w_row,
@@ -280,8 +292,8 @@ struct Matvec {
       if constexpr (i + kAhead < kHalves) load_ahead<i + kAhead, i + kAhead + 1>(in, w_row, unit, x, lane);
 #pragma unroll
       for (int h = 0; h < kColumnSets; ++h)
-        add_half(acc[h], in.w[i % (kAhead + 1)],
-                 only(kGroups == 1 || lane.group == i % kGroups, in.x[i / kGroups % kXPlaces][h]));
+        add_half<i>(acc[h], in.w[i % (kAhead + 1)], in.x[i / kGroups % kXPlaces][h], kGroups == 1 || lane.group == i % kGroups,
+                    lane.odd);
       add_halves<i + 1>(acc, in, w_row, unit, x, lane);
     }
   }
@@ -295,14 +307,19 @@ struct Matvec {
 #pragma unroll
     for (int h = 0; h < kColumnSets; ++h) {
       load_shared_if<half_offset(half)>(in.x[0][h], x + lane.offset + h * lane.high, lane.active[h]);
-      add_half(acc[h], only(counts, in.w[half]), only(counts && lane.group == 0, in.x[0][h]));
+      add_half<half>(acc[h], counts ? in.w[half] : Vec16{}, in.x[0][h], counts && lane.group == 0, lane.odd);
     }
   }
-  static __device__ __forceinline__ Vec16 only(bool condition, const Vec16& v) { return condition ? v : Vec16{}; }
-  static __device__ __forceinline__ void add_half(float (&acc)[2][4], const Vec16& w, const Vec16& x) {
-    // x as staged, or as it came through the ring
-    mma_k16(acc[0], w.x, w.y, w.z, w.w, x.x, kStreamX ? x.z : x.y);
-    mma_k16(acc[1], w.x, w.y, w.z, w.w, kStreamX ? x.y : x.z, x.w);
+  template <int i>
+  static __device__ __forceinline__ void add_half(float (&acc)[2][4], const Vec16& w, const Vec16& x, bool counts, bool odd) {
+    if constexpr (kPaired) {
+      const Pair b = pair_of(x, odd);
+      mma_k16(acc[i % 2], w.x, w.y, w.z, w.w, counts ? b.x : 0u, counts ? b.y : 0u);
+    } else {
+      const Pair even = pair_of(x, false), other = pair_of(x, true);
+      mma_k16(acc[0], w.x, w.y, w.z, w.w, counts ? even.x : 0u, counts ? even.y : 0u);
+      mma_k16(acc[1], w.x, w.y, w.z, w.w, counts ? other.x : 0u, counts ? other.y : 0u);
+    }
   }
 
   // A 16-byte unit of x.
