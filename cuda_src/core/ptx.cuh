@@ -230,6 +230,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
+// Counts as a thread that has come, and goes on.
+__device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
 // ---- tensor cores, one warp: d[16, 8] += a[16, k] * b[k, 8], bf16 in, float accumulators ----
 // Lane = 4 * g + t. a: rows g (a0, a2) and g + 8 (a1, a3), columns 2t, 2t+1 (a0, a1) and 2t+8, 2t+9 (a2, a3).
 // b: rows 2t, 2t+1 (b0) and 2t+8, 2t+9 (b1), column g. d: row g, columns 2t, 2t+1 (d0, d1); row g + 8 (d2, d3).

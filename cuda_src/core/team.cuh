@@ -21,7 +21,7 @@ struct Team {
   u32 thread;  // 0 … 127
   __device__ int warp() const { return static_cast<int>(thread / kWarpSize); }
   __device__ int lane() const { return static_cast<int>(thread % kWarpSize); }
-  // Barrier 0 belongs to __syncthreads; team i takes barrier 2 + i.
+  // Barrier 0 is the whole CTA's; team i takes barrier 2 + i.
   __device__ void sync() const { named_barrier_sync(2 + index, kTeamThreads); }
 };
 

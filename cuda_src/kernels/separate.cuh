@@ -155,24 +155,29 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
       reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
   const Ring ring{smem + index * ring_bytes, barriers, barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
   tracer.begin(thread == 0);
-  if (!is_consumer && thread % kWarpSize == 0) {
-    Ring(ring).init(kTeamWarps);
-    fence_mbarrier_init();
-  }
   if (kPdl && kTrigger == Trigger::kStart && thread == 0) griddepcontrol_launch_dependents();
-  __syncthreads();
 
   const int stride = static_cast<int>(gridDim.x) * kTeams;
   const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   SeparatePolicy<kPdl, Tracer> policy{tracer, launch.num_tasks <= stride};
+  // Barrier 0: the rings are ready. Only the consumers wait for it, where nothing else waits for them.
+  constexpr int kThreads = kTeams * kThreadsPerTeam;
   if (!is_consumer) {
+    if (thread % kWarpSize == 0) {
+      Ring(ring).init(kTeamWarps);
+      fence_mbarrier_init();
+    }
+    __syncwarp();
+    named_barrier_arrive(0, kThreads);
     produce<Task, kPdl>(args, launch, ring, first, stride, policy);
     if (kPdl && kTrigger == Trigger::kLoads) griddepcontrol_launch_dependents();
     return;
   }
   const Team team{index, threadIdx.x % kTeamThreads};
   RingConsumer consumer{ring, {}};
+  if (kPdl) named_barrier_sync(0, kThreads);
   Task::prepare(args, Crew{thread, kConsumers}, team, shared, scratch, policy);
+  if (!kPdl) named_barrier_sync(0, kThreads);
   tracer.mark(Event::kPrepared);
   int iteration = 0;
 #pragma unroll 1

@@ -99,6 +99,15 @@ inline void meet(Rendezvous& at, int count) {
   while (at.generation == generation) yield();
 }
 
+// Counts as one that has come, and goes on.
+inline void arrive(Rendezvous& at, int count) {
+  event();
+  if (++at.waiting == count) {
+    at.waiting = 0;
+    ++at.generation;
+  }
+}
+
 // What every lane of the warp brought to this meeting.
 template <class T>
 struct Gathered {
@@ -414,6 +423,7 @@ inline void griddepcontrol_wait() {
   emulator::cta->waited = true;
 }
 inline void griddepcontrol_launch_dependents() {}
+inline void named_barrier_arrive(int id, int num_threads) { emulator::arrive(emulator::cta->barriers[id], num_threads); }
 inline void named_barrier_sync(int id, int num_threads) { emulator::meet(emulator::cta->barriers[id], num_threads); }
 
 struct MmaOperands {
