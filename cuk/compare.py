@@ -206,7 +206,7 @@ def scaled_down(program: Program) -> Program | None:
     config = {
         "hidden_size": eighth(m["hidden"]), "intermediate_size": eighth(m["intermediate"]), "num_hidden_layers": min(m["layers"], 2),
         "num_attention_heads": kv * (m["heads"] // m["kv_heads"]), "num_key_value_heads": kv, "vocab_size": min(m["vocab"], 1000),
-        "head_dim": m["head_dim"], "rope_theta": m["rope_theta"], "rope_scaling": m["rope_scaling"], "tie_word_embeddings": m["tied"],
+        "head_dim": m["head_dim"], "rope_theta": m["rope_theta"], "rope_scaling": m["rope_scaling"], "tie_word_embeddings": m["tied"], "qk_norm": m["qk_norm"],
     }  # fmt: skip
     return llama(config, batch=m["batch"], context=min(m["context"], 64))
 

@@ -15,7 +15,8 @@ SHARED_ROLES = ("weight", "table", "index")
 
 @dataclass(frozen=True)
 class Init:
-    """How a buffer starts: `kind` is "normal" (mean, std), "integers" (low, high), "values" (array), "zero", or "empty" (every bit set)."""
+    """How a buffer starts: `kind` is "normal" (mean, std), "integers" (low, high), "values" (array), "zero", "empty" (every bit set), or "parts"
+    (`values`: a callable that yields (index, array), which together are all of it)."""
 
     kind: str
     mean: float = 0.0

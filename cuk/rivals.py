@@ -76,9 +76,12 @@ def decode_step(
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     w_head = t["w_embed"] if meta["tied"] else t["w_lm_head"]
 
-    def layer(x, cos_row, sin_row, norm_attn, w_qkv, w_o, norm_mlp, w_gate_up, w_down, k_layer, v_layer):
+    def layer(x, cos_row, sin_row, norm_attn, w_qkv, w_o, norm_mlp, w_gate_up, w_down, k_layer, v_layer, *norms):
         qkv = F.linear(F.rms_norm(x, (hidden,), norm_attn, eps), w_qkv).view(batch, heads + 2 * kv, 1, hd)
         qk, v = qkv.split([heads + kv, kv], dim=1)
+        if norms:
+            parts = zip(qk.split([heads, kv], dim=1), norms, strict=True)
+            qk = torch.cat([F.rms_norm(part, (hd,), weight, eps) for part, weight in parts], dim=1)
         qk = torch.addcmul(qk * cos_row, qk.roll(hd // 2, dims=-1), sin_row)
         q, k = qk.split([heads, kv], dim=1)
         k_layer.index_copy_(2, index, k)
@@ -94,6 +97,7 @@ def decode_step(
 
     layer, head = wrap(layer), wrap(head)
     slabs = [t[name] for name in ("norm_attn", "w_qkv", "w_o", "norm_mlp", "w_gate_up", "w_down")] + [k_cache, v_cache]
+    slabs += [t["norm_q"], t["norm_k"]] if meta["qk_norm"] else []
 
     def step():
         x = F.embedding(tokens, t["w_embed"])

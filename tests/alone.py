@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuk.program import Init, Program
 from cuk.task import Task
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Qkv, RmsNorm
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
 from cuk.tasks.matvec import streams_x
 
 
@@ -76,6 +76,14 @@ def qkvs(draw):
 
 
 @st.composite
+def qk_norms(draw):
+    batch, capacity, kv_heads = draw(batches), draw(st.integers(1, 90)), draw(st.integers(1, 3))
+    task = QkNorm(batch=batch, heads=kv_heads * draw(st.integers(1, 5)), kv_heads=kv_heads, head_dim=draw(st.sampled_from([64, 128])),
+                  capacity=capacity)  # fmt: skip
+    return alone(task, draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch)))
+
+
+@st.composite
 def attentions(draw):
     batch, capacity = draw(st.integers(1, 4)), draw(st.integers(1, 500))
     positions = draw(st.lists(st.integers(0, capacity - 1), min_size=batch, max_size=batch))
@@ -123,6 +131,6 @@ def argmaxes(draw):
 
 
 PROGRAMS = {
-    "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "attention": attentions(), "merge_linear": merge_linears(), "embed": embeds(), "rms_norm": rms_norms(),
+    "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "qk_norm": qk_norms(), "attention": attentions(), "merge_linear": merge_linears(), "embed": embeds(), "rms_norm": rms_norms(),
     "argmax": argmaxes(),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """The workloads: one file each."""
 
 from cuk.programs.chain import chain
-from cuk.programs.llama import MODELS, llama
+from cuk.programs.llama import MODELS, from_pretrained, llama
 
-__all__ = ["MODELS", "chain", "llama"]
+__all__ = ["MODELS", "chain", "from_pretrained", "llama"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from cuk.checkpoint import Checkpoint, CheckpointError
 from cuk.program import Init, Program, View
 from cuk.task import check_multiple, check_range, round_up
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Qkv, RmsNorm
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
 from cuk.tasks.matvec import MAX_BATCH, streams_x
 
 MAX_CONTEXT = 131_072
@@ -31,6 +34,7 @@ class Config:
     rope_theta: float = 500_000.0
     rope_scaling: Mapping | None = None
     tie_word_embeddings: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head before RoPE, as Qwen3 has it
 
     def __post_init__(self):
         if self.head_dim is None:
@@ -41,6 +45,12 @@ class Config:
         check_multiple("num_attention_heads", self.num_attention_heads, self.num_key_value_heads, "query heads share KV heads equally")
         check_range("num_hidden_layers", self.num_hidden_layers, 1, 1024, "layers")
         check_range("vocab_size", self.vocab_size, 1, 2**30, "tokens")
+        scaling = self.rope_scaling or {"rope_type": "default"}
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind not in ("llama3", "default"):
+            raise ValueError(f"rope_scaling rope_type={kind!r}: must be 'llama3' or 'default'")
+        if kind == "llama3" and (missing := sorted({*_LLAMA3_SCALING} - {*scaling, "rope_type"})):
+            raise ValueError(f"rope_scaling of rope_type='llama3' lacks {', '.join(missing)}")
 
     @classmethod
     def of(cls, given: Mapping) -> Config:
@@ -54,13 +64,59 @@ class Config:
             )
         return cls(**given)
 
+    @classmethod
+    def of_checkpoint(cls, given: Mapping, where: str = "config.json") -> Config:
+        """From a Hugging Face config.json of a Llama, Mistral, Qwen3 or SmolLM2. Raises CheckpointError naming a field that is missing, or
+        that asks for what the step does not do, and its value."""
+        kind = given.get("model_type")
+        if kind not in MODEL_TYPES:
+            raise CheckpointError(f"{where}: model_type={kind!r}: must be one of {', '.join(MODEL_TYPES)}")
+        windowed = given.get("use_sliding_window", True)
+        for name, accepted, why in UNSUPPORTED:
+            value = given.get(name)
+            if value is not None and value not in accepted and not (name == "sliding_window" and not windowed):
+                raise CheckpointError(f"{where}: {name}={value!r}: {why}")
+        kinds = sorted(set(given.get("layer_types") or ["full_attention"]))
+        if kinds != ["full_attention"]:
+            raise CheckpointError(f"{where}: layer_types={kinds}: every layer must be 'full_attention'")
+        rope = {**(given.get("rope_parameters") or {}), **(given.get("rope_scaling") or {})}
+        theta = rope.pop("rope_theta", None) or given.get("rope_theta", 10_000.0)
+        if rope.get("rope_type", rope.get("type", "default")) == "default":
+            rope = {}
+        names = {f.name for f in fields(cls)} - {"rope_scaling", "rope_theta", "qk_norm"}
+        kept = {name: given[name] for name in names if given.get(name) is not None}
+        kept.setdefault("num_key_value_heads", given.get("num_attention_heads"))
+        kept.setdefault("rms_norm_eps", 1e-6)
+        try:
+            return cls.of({**kept, "rope_theta": float(theta), "rope_scaling": rope or None, "qk_norm": kind == "qwen3"})
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{where}: {error}") from None
+
+
+MODEL_TYPES = ("llama", "mistral", "qwen3")
+UNSUPPORTED = (
+    ("hidden_act", ("silu", "swish"), "the activation must be 'silu'"),
+    ("attention_bias", (False,), "projections have no bias"),
+    ("mlp_bias", (False,), "projections have no bias"),
+    ("sliding_window", (), "attention goes over the whole context"),
+    ("quantization_config", (), "weights are bf16"),
+    ("num_local_experts", (0, 1), "there is one MLP a layer"),
+    ("num_experts", (0, 1), "there is one MLP a layer"),
+    ("partial_rotary_factor", (1.0,), "RoPE turns whole heads"),
+    ("pretraining_tp", (1,), "projections are not split"),
+)
+"""(field of a config.json, values that change nothing, what holds instead)."""
 
 _LLAMA3_SCALING = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                    "original_max_position_embeddings": 8192}  # fmt: skip
 
 MODELS: dict[str, Config] = {
     "llama-3.2-1b": Config(2048, 8192, 16, 32, 8, 128256, 64, rope_scaling=_LLAMA3_SCALING, tie_word_embeddings=True),
+    "llama-3.2-3b": Config(3072, 8192, 28, 24, 8, 128256, 128, rope_scaling=_LLAMA3_SCALING, tie_word_embeddings=True),
     "llama-3.1-8b": Config(4096, 14336, 32, 32, 8, 128256, 128, rope_scaling={**_LLAMA3_SCALING, "factor": 8.0}),
+    "qwen3-0.6b": Config(1024, 3072, 28, 16, 8, 151936, 128, 1e-6, 1_000_000.0, tie_word_embeddings=True, qk_norm=True),
+    "qwen3-1.7b": Config(2048, 6144, 28, 16, 8, 151936, 128, 1e-6, 1_000_000.0, tie_word_embeddings=True, qk_norm=True),
+    "qwen3-8b": Config(4096, 12288, 36, 32, 8, 151936, 128, 1e-6, 1_000_000.0, qk_norm=True),
 }
 
 
@@ -78,23 +134,89 @@ def rope_table(config: Config, capacity: int) -> np.ndarray:
             low, high, original = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]
             smooth = np.clip((original * inverse / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
             inverse = (1 - smooth) * inverse / scaling["factor"] + smooth * inverse
-        elif kind != "default":
-            raise ValueError(f"rope_scaling rope_type={kind!r}: must be 'llama3' or 'default'")
     angle = np.arange(capacity, dtype=np.float64)[:, None] * inverse
     return np.stack([np.cos(angle), np.sin(angle)], axis=2).astype(np.float32)
 
 
-def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, context: int = 1024, capacity: int | None = None) -> Program:
-    """The decode step of `model` (a name of MODELS, or a dict of a config's fields) with random weights.
+def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint by Hugging Face's names, and their shapes."""
+    c, hd = config, config.head_dim
+    q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
+    shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,),
+              "lm_head.weight": (c.vocab_size, c.hidden_size)}  # fmt: skip
+    for i in range(c.num_hidden_layers):
+        at = f"model.layers.{i}."
+        shapes |= {
+            f"{at}input_layernorm.weight": (c.hidden_size,), f"{at}post_attention_layernorm.weight": (c.hidden_size,),
+            f"{at}self_attn.q_proj.weight": (q, c.hidden_size), f"{at}self_attn.k_proj.weight": (kv, c.hidden_size),
+            f"{at}self_attn.v_proj.weight": (kv, c.hidden_size), f"{at}self_attn.o_proj.weight": (c.hidden_size, q),
+            f"{at}mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size), f"{at}mlp.up_proj.weight": (c.intermediate_size, c.hidden_size),
+            f"{at}mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
+        }  # fmt: skip
+        if c.qk_norm:
+            shapes |= {f"{at}self_attn.q_norm.weight": (hd,), f"{at}self_attn.k_norm.weight": (hd,)}
+    return shapes
+
+
+SLABS = {
+    "norm_attn": ("input_layernorm",), "norm_mlp": ("post_attention_layernorm",),
+    "w_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "w_o": ("self_attn.o_proj",),
+    "w_gate_up": ("mlp.gate_proj", "mlp.up_proj"), "w_down": ("mlp.down_proj",),
+    "norm_q": ("self_attn.q_norm",), "norm_k": ("self_attn.k_norm",),
+}  # fmt: skip
+"""The buffers that hold a layer's weights, and the tensors whose rows stand in each, one after another."""
+
+
+def from_pretrained(
+    directory: str | Path,
+    *,
+    batch: int = 1,
+    context: int = 0,
+    capacity: int | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Program:
+    """The decode step of a Hugging Face checkpoint: a directory with config.json and safetensors files (bf16, fp16 or fp32; whole or sharded).
+
+    Only headers are read here; `build` reads the weights, a piece at a time, and calls `progress` with each tensor's name. Other arguments as
+    for `llama`. Raises CheckpointError naming file, tensor or field, what was expected and what was found."""
+    checkpoint = Checkpoint(directory)
+    config = Config.of_checkpoint(checkpoint.config, str(checkpoint.directory / "config.json"))
+    checkpoint.require(tensor_shapes(config), frozenset({"lm_head.weight"} if config.tie_word_embeddings else ()))
+
+    def parts(at: tuple[int, ...], names: Sequence[str]) -> Iterator[tuple[tuple, np.ndarray]]:
+        first = 0
+        for name in names:
+            progress(name)
+            for start, rows in checkpoint.rows(name):
+                yield (*at, slice(first + start, first + start + len(rows))), rows
+            first += checkpoint.tensors[name].shape[0]
+
+    def of_layers(tensors: Sequence[str]) -> Iterator[tuple[tuple, np.ndarray]]:
+        for i in range(config.num_hidden_layers):
+            yield from parts((i,), [f"model.layers.{i}.{name}.weight" for name in tensors])
+
+    weights = {name: Init("parts", values=partial(of_layers, tensors)) for name, tensors in SLABS.items()}
+    for name, tensor in (("w_embed", "model.embed_tokens.weight"), ("norm_final", "model.norm.weight"), ("w_lm_head", "lm_head.weight")):
+        weights[name] = Init("parts", values=partial(parts, (), [tensor]))
+    return llama(config, batch=batch, context=context, capacity=capacity, weights=weights, name=checkpoint.directory.resolve().name)
+
+
+def llama(
+    model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, context: int = 1024, capacity: int | None = None,
+    weights: Mapping[str, Init] | None = None, name: str | None = None,
+) -> Program:  # fmt: skip
+    """The decode step of `model` (a name of MODELS, or a dict of a config's fields) with random weights, or with those that `weights` gives
+    by buffer. name: the program's, by default the model's.
 
     batch: 1 to 16 sequences. context: tokens already in the cache, 0 to 131071. capacity: rows of the cache, by default context + 1
     rounded up to 64. Raises ValueError naming what is out of range, and KeyError-free messages listing the known models."""
     if isinstance(model, str):
         if model not in MODELS:
             raise ValueError(f"unknown model {model!r}: known ones are {', '.join(MODELS)} (or give a dict of a config's fields)")
-        name, config = model, MODELS[model]
+        name, config = name or model, MODELS[model]
     else:
-        name, config = "llama", model if isinstance(model, Config) else Config.of(model)
+        name, config = name or "llama", model if isinstance(model, Config) else Config.of(model)
+    given = weights or {}
     check_range("batch", batch, 1, MAX_BATCH, "a tensor-core tile has 16 rows")
     check_range("context", context, 0, MAX_CONTEXT - 1, "tokens already in the KV cache")
     capacity = round_up(context + 1, 64) if capacity is None else capacity
@@ -105,18 +227,19 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
         "model": name, "batch": batch, "context": context, "capacity": capacity, "layers": layers, "hidden": hidden, "heads": heads,
         "kv_heads": kv, "head_dim": hd, "intermediate": c.intermediate_size, "vocab": c.vocab_size, "rms_eps": c.rms_norm_eps,
         "rope_theta": c.rope_theta, "rope_scaling": dict(c.rope_scaling) if c.rope_scaling else None, "tied": c.tie_word_embeddings,
+        "qk_norm": c.qk_norm,
     })  # fmt: skip
 
     def weight(name, *shape, gain=1.0):
-        return p.buffer(name, shape, "bfloat16", "weight", Init("normal", std=gain / math.sqrt(shape[-1])))
+        return p.buffer(name, shape, "bfloat16", "weight", given.get(name, Init("normal", std=gain / math.sqrt(shape[-1]))))
 
     def norm(name, *shape):
-        return p.buffer(name, shape, "bfloat16", "weight", Init("normal", mean=1.0, std=0.1))
+        return p.buffer(name, shape, "bfloat16", "weight", given.get(name, Init("normal", mean=1.0, std=0.1)))
 
     residual_gain = 1.0 / math.sqrt(2 * layers)  # keeps the residual stream near unit size through the layers
     tokens = p.buffer("tokens", (batch,), "int32", "index", Init("integers", low=0, high=c.vocab_size))
     positions = p.buffer("positions", (batch,), "int32", "index", Init("integers", low=context, high=context + 1))
-    w_embed = p.buffer("w_embed", (c.vocab_size, hidden), "bfloat16", "weight", Init("normal"))
+    w_embed = p.buffer("w_embed", (c.vocab_size, hidden), "bfloat16", "weight", given.get("w_embed", Init("normal")))
     w_lm_head = w_embed if c.tie_word_embeddings else weight("w_lm_head", c.vocab_size, hidden)
     norm_attn, norm_mlp, norm_final = norm("norm_attn", layers, hidden), norm("norm_mlp", layers, hidden), norm("norm_final", hidden)
     w_qkv = weight("w_qkv", layers, (heads + 2 * kv) * hd, hidden)
@@ -129,6 +252,10 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
     v_cache = p.buffer("v_cache", cache_shape, "bfloat16", "cache", Init("normal"))
     x, x_mid = p.buffer("x", (batch, hidden), "bfloat16"), p.buffer("x_mid", (batch, hidden), "bfloat16")
     q = p.buffer("q", (batch, heads * hd), "bfloat16")
+    if c.qk_norm:
+        norm_q, norm_k = norm("norm_q", layers, hd), norm("norm_k", layers, hd)
+        qkv = p.buffer("qkv", (batch, (heads + 2 * kv) * hd), "bfloat16")
+        qk_norm = QkNorm(batch=batch, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity, eps=c.rms_norm_eps)
     act = p.buffer("act", (batch, c.intermediate_size), "bfloat16")
     logits = p.buffer("logits", (batch, c.vocab_size), "float32", "output")
     next_tokens = p.buffer("next_tokens", (batch,), "int32", "output")
@@ -161,8 +288,13 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
     p.op("embed", Embed(batch=batch, vocab=c.vocab_size, hidden=hidden), tokens=tokens, table=w_embed, x=x)
     for i in range(layers):
         at = f"layer{i}"
-        projection("qkv", f"{at}.qkv", Qkv(**sizes, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity), x, norm_attn[i], w=w_qkv[i],
-                   rope=rope, positions=positions, q=q, k_cache=k_cache[i], v_cache=v_cache[i])  # fmt: skip
+        appended = {"rope": rope, "positions": positions, "q": q, "k_cache": k_cache[i], "v_cache": v_cache[i]}
+        if c.qk_norm:
+            projection("qkv", f"{at}.qkv", Linear(**sizes, n=(heads + 2 * kv) * hd), x, norm_attn[i], w=w_qkv[i], y=qkv)
+            p.op("qk_norm", qk_norm, f"{at}.qk_norm", qkv=qkv, norm_q=norm_q[i], norm_k=norm_k[i], **appended)
+        else:
+            projection("qkv", f"{at}.qkv", Qkv(**sizes, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity), x, norm_attn[i],
+                       w=w_qkv[i], **appended)  # fmt: skip
         p.op("attention", attention, f"{at}.attention", q=q, k_cache=k_cache[i], v_cache=v_cache[i], positions=positions, **handed)
         p.op("o_proj", o_proj, f"{at}.o_proj", **taken, w=w_o[i], residual=x, y=x_mid)
         projection("gate_up", f"{at}.gate_up", GateUp(**sizes, n=c.intermediate_size), x_mid, norm_mlp[i], w=w_gate_up[i], y=act)
@@ -178,3 +310,6 @@ def llama(model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, con
     projection("lm_head", "lm_head", Linear(**sizes, n=c.vocab_size, out="float32"), x, View(norm_final), w=w_lm_head, y=logits)
     p.op("argmax", Argmax(batch=batch, vocab=c.vocab_size), logits=logits, next=next_tokens)
     return p
+
+
+llama.from_pretrained = from_pretrained

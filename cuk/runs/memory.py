@@ -27,6 +27,10 @@ def numpy_buffers(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
             arrays[buffer.name] = rng.integers(init.low, init.high, buffer.shape).astype(dtype)
         elif init.kind == "values":
             arrays[buffer.name] = np.asarray(init.values() if callable(init.values) else init.values).astype(dtype)
+        elif init.kind == "parts":
+            arrays[buffer.name] = np.empty(buffer.shape, dtype)
+            for index, part in init.values():
+                arrays[buffer.name][index] = part
         else:
             arrays[buffer.name] = np.zeros(buffer.shape, dtype)
             if init.kind == "empty":
@@ -88,6 +92,12 @@ def _initialised(buffer: Buffer, generator: Any) -> Any:
                 _rounding_kernel()(values, flat[start : start + count].view(np.uint16))
             else:
                 flat[start : start + count] = values
+        return array
+    if init.kind == "parts":
+        array = _allocate(buffer)
+        bits = array.view(np.uint16) if buffer.dtype == "bfloat16" else array
+        for index, part in init.values():
+            bits[index] = cupy.asarray(part.view(bits.dtype))
         return array
     if init.kind == "integers":
         return cupy.asarray(np.random.default_rng(int(generator.randint(2**31))).integers(init.low, init.high, buffer.shape).astype(dtype))

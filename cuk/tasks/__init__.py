@@ -6,7 +6,8 @@ from cuk.tasks.embed import Embed
 from cuk.tasks.gate_up import GateUp
 from cuk.tasks.linear import Linear
 from cuk.tasks.merge_linear import MergeLinear
+from cuk.tasks.qk_norm import QkNorm
 from cuk.tasks.qkv import Qkv
 from cuk.tasks.rms_norm import RmsNorm
 
-__all__ = ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "Qkv", "RmsNorm"]
+__all__ = ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "QkNorm", "Qkv", "RmsNorm"]

@@ -12,6 +12,13 @@ from cuk.tasks.matvec import TILE_ROWS, MatvecTask
 HEAD_DIMS = (64, 128)
 
 
+def rotate(heads: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """RoPE of heads [batch, heads, head_dim] by turn [batch, head_dim / 2, 2] (cos, sin)."""
+    cos, sin = turn[:, None, :, 0], turn[:, None, :, 1]
+    low, high = np.split(heads, 2, axis=2)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qkv(MatvecTask):
     """x [batch, k] -> q [batch, heads * head_dim], rotated, and K (rotated) and V at `positions` of the caches
@@ -118,11 +125,7 @@ class Qkv(MatvecTask):
         x, scale = self.normed(arrays, rounded)
         y = (matvec(x, arrays["w"]) * scale).reshape(self.batch, self.heads + 2 * self.kv_heads, self.head_dim)
         positions = np.asarray(arrays["positions"])
-        turn = widen(arrays["rope"])[positions]  # [batch, head_dim / 2, 2]
-        cos, sin = turn[:, None, :, 0], turn[:, None, :, 1]
-        half = self.head_dim // 2
-        low, high = y[:, : -self.kv_heads, :half], y[:, : -self.kv_heads, half:]
-        rotated = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2)
+        rotated = rotate(y[:, : -self.kv_heads], widen(arrays["rope"])[positions])
         k_cache, v_cache = widen(arrays["k_cache"]), widen(arrays["v_cache"])
         batch = np.arange(self.batch)
         k_cache[batch, :, positions] = rotated[:, self.heads :]

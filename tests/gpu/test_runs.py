@@ -50,7 +50,10 @@ def test_bits_do_not_depend_on_switches(stepped, name, teams, stages, ctas_per_s
     check_bitwise(build(stepped.program, name, buffers=stepped.buffers, **switches), stepped)
 
 
-@pytest.mark.parametrize("config", [SMALL, {**SMALL, "head_dim": 128, "num_attention_heads": 10, "num_key_value_heads": 1}])
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, {**SMALL, "head_dim": 128, "num_attention_heads": 10, "num_key_value_heads": 1}, {**SMALL, "head_dim": 128, "qk_norm": True}],
+)
 @pytest.mark.parametrize(("batch", "context"), [(1, 0), (1, 1500), (16, 33)])
 def test_models_of_odd_shapes(config, batch, context):
     program = llama(config, batch=batch, context=context)
@@ -109,47 +112,29 @@ def test_a_users_task_runs_in_every_run():
     cuk.check({"stream": stream, **{name: cuk.build(program, name, buffers=stream.buffers) for name in ("graph", "pdl")}})
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_as_close_to_float32_as_those_of_transformers(tied):
+@pytest.mark.parametrize(("kind", "tied"), [("Llama", False), ("Llama", True), ("Qwen3", True), ("Mistral", False)])
+def test_logits_are_as_close_to_float32_as_those_of_transformers(tmp_path, kind, tied):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = {**SMALL, "hidden_size": 384, "tie_word_embeddings": tied, "rope_theta": 10_000.0}
+    config = {**SMALL, "hidden_size": 384, "tie_word_embeddings": tied, "rope_theta": 10_000.0, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+              "sliding_window": None}  # fmt: skip
     torch.manual_seed(1)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, max_position_embeddings=256, rms_norm_eps=1e-5)).cuda().eval()
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config)).cuda().eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             std = 0.1 if "norm" in name else 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
             parameter.copy_((torch.randn_like(parameter) * std + ("norm" in name)).bfloat16().float())
+        theirs.save_pretrained(tmp_path, max_shard_size="4MB")
         tokens = torch.randint(0, config["vocab_size"], (2, 48), device="cuda")
         exact = theirs(tokens).logits.double().cpu().numpy()
         rounded = theirs.bfloat16()(tokens).logits.double().cpu().numpy()
-    program = llama(config, batch=2, context=63)
-    run = build(program, "pdl")
-    state = {k: v.detach() for k, v in theirs.state_dict().items()}
-
-    def put(target, *names):
-        stacked = torch.cat([state[n] for n in names]).view(torch.int16).cpu().numpy().view(np.uint16)
-        target.view(np.uint16)[...] = cupy.asarray(stacked.reshape(target.shape))
-
-    b = run.buffers
-    put(b["w_embed"], "model.embed_tokens.weight")
-    put(b["norm_final"], "model.norm.weight")
-    if not tied:
-        put(b["w_lm_head"], "lm_head.weight")
-    for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        put(b["w_qkv"][i], *(f"{at}self_attn.{p}_proj.weight" for p in "qkv"))
-        put(b["w_o"][i], f"{at}self_attn.o_proj.weight")
-        put(b["w_gate_up"][i], f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
-        put(b["w_down"][i], f"{at}mlp.down_proj.weight")
-        put(b["norm_attn"][i], f"{at}input_layernorm.weight")
-        put(b["norm_mlp"][i], f"{at}post_attention_layernorm.weight")
+    run = build(llama.from_pretrained(tmp_path, batch=2, context=63), "pdl")
     ours = np.empty_like(exact)
     for position in range(tokens.shape[1]):
-        b["tokens"][...] = cupy.asarray(tokens[:, position].cpu().numpy().astype(np.int32))
-        b["positions"][...] = position
+        run.buffers["tokens"][...] = cupy.asarray(tokens[:, position].cpu().numpy().astype(np.int32))
+        run.buffers["positions"][...] = position
         run()
-        ours[:, position] = to_numpy(b["logits"])
+        ours[:, position] = to_numpy(run.buffers["logits"])
 
     def rms(x):
         return np.sqrt(np.mean(np.square(x)))

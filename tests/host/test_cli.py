@@ -38,7 +38,10 @@ def test_compare_as_json(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("compare nope", "unknown program 'nope': known ones are llama-3.2-1b, llama-3.1-8b, chain"),
+        (
+            "compare nope",
+            "unknown program 'nope': known ones are llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, qwen3-0.6b, qwen3-1.7b, qwen3-8b, chain",
+        ),
         ("compare llama-3.2-1b --runs graf", "unknown run graf: known ones are stream, graph, pdl"),
         ("compare llama-3.2-1b --rivals jax", "unknown rival jax: known ones are torch_graph"),
         ("compare llama-3.2-1b --batch 17", "batch=17: must be from 1 to 16"),

@@ -36,9 +36,9 @@ def test_x_that_comes_through_the_ring(batch, k):
         check_by_op(EmulatedRun(alone(task), pdl=True, prefetch=prefetch))
 
 
-@pytest.mark.parametrize(("head_dim", "batch", "context"), [(64, 1, 100), (128, 3, 70), (64, 2, 0)])
-def test_a_model(head_dim, batch, context):
-    check_by_op(EmulatedRun(llama({**SMALL, "head_dim": head_dim}, batch=batch, context=context)))
+@pytest.mark.parametrize(("head_dim", "batch", "context", "qk_norm"), [(64, 1, 100, False), (128, 3, 70, True), (64, 2, 0, False)])
+def test_a_model(head_dim, batch, context, qk_norm):
+    check_by_op(EmulatedRun(llama({**SMALL, "head_dim": head_dim, "qk_norm": qk_norm}, batch=batch, context=context)))
 
 
 def test_bits_do_not_depend_on_teams_stages_or_sms():

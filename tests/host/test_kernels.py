@@ -22,6 +22,7 @@ PROGRAMS = {
     "1b": llama("llama-3.2-1b"),
     "1b, batch 16": llama("llama-3.2-1b", batch=16),
     "8b": llama("llama-3.1-8b"),
+    "qwen3": llama("qwen3-0.6b"),
     "x through the ring": llama(WIDE, batch=16, context=10),
     "chain": chain([(384, 256), (256, 256)]),
 }
@@ -43,7 +44,7 @@ def test_every_trigger_compiles(trigger):
     assert "cuk_o_proj" in compile(source_for(op, teams=2, pdl=True, trigger=trigger), name=kernel_name(op)).ptx
 
 
-@pytest.mark.parametrize("name", ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "Qkv", "RmsNorm"])
+@pytest.mark.parametrize("name", ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "QkNorm", "Qkv", "RmsNorm"])
 def test_arguments_pack_as_the_compiler_lays_them_out(name):
     task = next(op.task for _, _, op in CASES if type(op.task).__name__ == name)
     names = [field.name for field in task.fields]

@@ -36,6 +36,9 @@ def independent_logits(arrays, meta):
         for layer in range(layers):
             projected = w["w_qkv"][layer] @ norm(x, w["norm_attn"][layer])
             q, k, v = np.split(projected, [heads * hd, (heads + kv) * hd])
+            if meta["qk_norm"]:
+                q = np.concatenate([norm(head, w["norm_q"][layer]) for head in np.split(q, heads)])
+                k = np.concatenate([norm(head, w["norm_k"][layer]) for head in np.split(k, kv)])
             out = []
             for h in range(heads):
                 g = h * kv // heads
@@ -54,9 +57,9 @@ def independent_logits(arrays, meta):
 
 
 @pytest.mark.parametrize("context", [0, 1, 37])
-@pytest.mark.parametrize("tied", [False, True])
-def test_reference_equals_an_independent_model(context, tied):
-    program = llama({**SMALL, "tie_word_embeddings": tied}, batch=2, context=context)
+@pytest.mark.parametrize(("tied", "qk_norm"), [(False, False), (True, False), (True, True)])
+def test_reference_equals_an_independent_model(context, tied, qk_norm):
+    program = llama({**SMALL, "tie_word_embeddings": tied, "qk_norm": qk_norm}, batch=2, context=context)
     arrays = numpy_buffers(program, seed=context)
     expected = independent_logits(arrays, program.meta)
     execute(program, arrays, exact=True)

@@ -22,10 +22,12 @@ def torch_tensors(arrays):
 
 
 @pytest.mark.parametrize("attend", [rivals.attend_grouped, rivals.attend_gqa])
-@pytest.mark.parametrize("batch, context, tied", [(1, 37, True), (3, 0, False), (16, 70, False)])
-def test_pytorchs_step_is_the_programs(attend, batch, context, tied):
+@pytest.mark.parametrize(
+    "batch, context, tied, qk_norm", [(1, 37, True, False), (3, 0, False, False), (16, 70, False, False), (2, 9, True, True)]
+)
+def test_pytorchs_step_is_the_programs(attend, batch, context, tied, qk_norm):
     torch = pytest.importorskip("torch")
-    program = llama({**SMALL, "tie_word_embeddings": tied}, batch=batch, context=context)
+    program = llama({**SMALL, "tie_word_embeddings": tied, "qk_norm": qk_norm}, batch=batch, context=context)
     arrays = numpy_buffers(program, seed=1)
     t = torch_tensors({name: array.copy() for name, array in arrays.items()})
     with torch.no_grad():

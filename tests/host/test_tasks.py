@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuk.task import pack_args, round_bf16, widen
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Qkv, RmsNorm
+from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
 
 batches = st.integers(1, 16)
 eights = st.integers(1, 40).map(lambda i: 8 * i)
@@ -24,6 +24,7 @@ def tasks(draw):
                 Linear(batch=batch, n=draw(st.integers(1, 100)), k=k, residual=draw(st.booleans())),
                 GateUp(batch=batch, n=draw(st.integers(1, 60)), k=k),
                 Qkv(batch=batch, k=k, heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity),
+                QkNorm(batch=batch, heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, capacity=capacity),
                 AttentionDecode(batch=batch, kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity,
                                 context=draw(st.integers(0, capacity - 1)), merge=draw(st.booleans())),
                 MergeLinear(batch=batch, n=draw(st.integers(1, 100)), k=head_dim * kv_heads, head_dim=head_dim, splits=draw(st.integers(1, 9)),
