@@ -136,6 +136,22 @@ class Task(abc.ABC):
         """Shared memory of each team."""
         return 0
 
+    # ---- word by word: how a kernel hands its output to the next one before it has ended ----
+    @property
+    def posts(self) -> str | None:
+        """The output that the device can post as words of four columns; None unless overridden."""
+        return None
+
+    @property
+    def polls(self) -> str | None:
+        """The operand that the device can take as such words; None unless overridden."""
+        return None
+
+    @property
+    def staged_chunks(self) -> int:
+        """Chunks of that operand which are used one by one as they come, staged by four warps of their own; 0: it is staged whole."""
+        return 0
+
     # ---- the operator ----
     @property
     @abc.abstractmethod

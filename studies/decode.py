@@ -39,9 +39,9 @@ class Part:
     repeats: int = 20
 
 
-WITHOUT_PREFETCH = {"pdl no prefetch": ("pdl", {"prefetch": False})}
+ALWAYS = {"pdl no prefetch": ("pdl", {"prefetch": False}), "pdl tile": ("pdl", {"deps": "tile"})}
 SWITCHED = {
-    **WITHOUT_PREFETCH,
+    **ALWAYS,
     "pdl full ring": ("pdl", {"ctas_per_sm": 1}),  # so large that no successor is admitted early
     "pdl trigger loads": ("pdl", {"trigger": "loads"}),
     "pdl trigger end": ("pdl", {"trigger": "end"}),
@@ -51,10 +51,10 @@ PARTS = {
         "llama-3.2-1b", 1, 1024, variants=SWITCHED, rivals=("cublas", "torch_graph", "torch_compile"), bars={"graph": 1.42, "pdl": 1.17}
     ),
     "1b-16384": Part(
-        "llama-3.2-1b", 1, 16384, runs=("graph", "pdl"), variants=WITHOUT_PREFETCH, rivals=("torch_graph",), bars={"pdl": 1.20}, repeats=10
+        "llama-3.2-1b", 1, 16384, runs=("graph", "pdl"), variants=ALWAYS, rivals=("torch_graph",), bars={"pdl": 1.20}, repeats=10
     ),
     "8b-1024": Part(
-        "llama-3.1-8b", 1, 1024, runs=("graph", "pdl"), variants=WITHOUT_PREFETCH, rivals=("torch_graph",), bars={"pdl": 1.08}, repeats=10
+        "llama-3.1-8b", 1, 1024, runs=("graph", "pdl"), variants=ALWAYS, rivals=("torch_graph",), bars={"pdl": 1.08}, repeats=10
     ),
 }
 FASTER_THAN_TORCH_COMPILE = 1.45

@@ -52,7 +52,8 @@ struct Matvec {
   static constexpr int kGroups = !kPaired ? 1 : 4 / kSlots < kHalves ? 4 / kSlots : kHalves;  // of columns, a half each
   static constexpr int kAhead = kSlots < 16 && kHalves > 3 ? 3 : 1;  // halves whose loads run ahead of the products
   static constexpr bool kHasDependentLoads = kStreamX;
-  using Tile = int;  // its index
+  static constexpr bool kStagesByChunk = false;  // where x arrives as words: not all of it before the first product
+  using Tile = int;                              // its index
   template <class Args>
   static __device__ Tile tile(const Args&, int task) {
     return task;
@@ -95,7 +96,8 @@ struct Matvec {
   }
 
   // ---- crew: x into shared memory, times the norm's weight where there is one, and the squares of x summed ----
-  // The product is rounded to bf16 once; 1 / rms multiplies the finished sums instead of every element.
+  // The product is rounded to bf16 once; 1 / rms multiplies the finished sums instead of every element. Where x arrives as words, each is
+  // taken as it comes, and the kernel before may still run.
   template <bool kNorm, class Policy>
   static __device__ void stage_x(const bf16* x, const bf16* norm, int batch, int k, char* shared, const Crew& crew,
                                  Policy& policy) {
@@ -109,21 +111,28 @@ struct Matvec {
     at.wrap(units);
     Vec16 weight{}, v[kDepth];
     if (kNorm && at.row < batch && at.unit * 8 < k) weight = load_constant(norm + at.unit * 8);
-    policy.wait();
+    if constexpr (Policy::kPolls)
+      x = policy.arrivals();
+    else
+      policy.wait();
 #pragma unroll 1
     while (at.row < batch) {
       Place load = at;
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         v[d] = Vec16{};
-        if (load.row < batch && load.unit * 8 < k)
-          v[d] = *reinterpret_cast<const Vec16*>(x + static_cast<size_t>(load.row) * k + load.unit * 8);
+        if (load.row < batch && load.unit * 8 < k) {
+          const bf16* from = x + static_cast<size_t>(load.row) * k + load.unit * 8;
+          v[d] = Policy::kPolls ? peek_two(from) : *reinterpret_cast<const Vec16*>(from);
+        }
         load.unit += crew.num_threads;
         load.wrap(units);
       }
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         if (at.row >= batch) break;  // whole warps: units and num_threads are multiples of 32
+        if constexpr (Policy::kPolls)
+          if (at.unit * 8 < k) take_two(v[d], x + static_cast<size_t>(at.row) * k + at.unit * 8);
         float sum = 0.f;
         if constexpr (kNorm) {
           v[d].x = scale_and_square(v[d].x, weight.x, sum);
@@ -144,6 +153,43 @@ struct Matvec {
       }
     }
     crew.sync();
+  }
+
+  // ---- stagers (kTeamThreads of them): x into shared memory a chunk at a time, as its words come, `staged` telling of each ----
+  // A warp takes 256 columns of a row, `kDepth` such runs in flight, chunk after chunk.
+  static constexpr int kRunsOfRow = kChunkK / kSegmentK;
+  static __device__ u32 arrivals_of_chunk(int batch) { return static_cast<u32>(batch * kRunsOfRow); }
+  static __device__ void stage_by_chunk(const bf16* x, int batch, int k, char* shared, u64* staged, int thread) {
+    constexpr int kDepth = 4;
+    const int lane = thread % kWarpSize, runs = chunks_of(k) * batch * kRunsOfRow, pitch = x_pitch(k);
+    struct Run {
+      int chunk, row, unit;
+      __device__ Run(int index, int batch, int lane)
+          : chunk(index / (batch * kRunsOfRow)),
+            row(index / kRunsOfRow % batch),
+            unit(chunk * (kChunkK / 8) + index % kRunsOfRow * kWarpSize + lane) {}
+    };
+    Vec16 v[kDepth];
+#pragma unroll 1
+    for (int first = thread / kWarpSize; first < runs; first += kDepth * kTeamWarps) {
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        const Run run(first + d * kTeamWarps, batch, lane);
+        if (first + d * kTeamWarps < runs && run.unit * 8 < k)
+          v[d] = peek_two(x + static_cast<size_t>(run.row) * k + run.unit * 8);
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        if (first + d * kTeamWarps >= runs) break;
+        const Run run(first + d * kTeamWarps, batch, lane);
+        if (run.unit * 8 < k) {
+          take_two(v[d], x + static_cast<size_t>(run.row) * k + run.unit * 8);
+          *reinterpret_cast<Vec16*>(shared + run.row * pitch + run.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(staged + run.chunk);
+      }
+    }
   }
 
   // 1 / rms of row thread / 8 of x for the threads that have its sums. Made from the staged sums of squares after the team's first
@@ -176,8 +222,14 @@ struct Matvec {
   }
 
   // ---- team: the tile's sums. Returns y of (batch = thread / 8, tile row = thread % 8), for threads < 8 * kSlots ----
+  // before_chunk(chunk) is called before a chunk of x is read.
   static __device__ float sums(RingConsumer& ring, const Team& team, int batch, int k, const char* shared, char* scratch,
                                int iteration) {
+    return sums(ring, team, batch, k, shared, scratch, iteration, [](int) {});
+  }
+  template <class BeforeChunk>
+  static __device__ float sums(RingConsumer& ring, const Team& team, int batch, int k, const char* shared, char* scratch,
+                               int iteration, const BeforeChunk& before_chunk) {
     const int lane = team.lane(), warp = team.warp();
     const int g = lane / 4, t = lane % 4;
     const int tile_row = g / 2 + g % 2 * 4;
@@ -197,6 +249,7 @@ struct Matvec {
     const int chunks = chunks_of(k);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
+      before_chunk(chunk);
       const char* stage = ring.wait();
       const char* w_row = stage + w_offset;
       const char* x = kStreamX ? stage : shared + chunk * (kChunkK * 2);
@@ -320,6 +373,11 @@ struct Matvec {
       mma_k16(acc[0], w.x, w.y, w.z, w.w, counts ? even.x : 0u, counts ? even.y : 0u);
       mma_k16(acc[1], w.x, w.y, w.z, w.w, counts ? other.x : 0u, counts ? other.y : 0u);
     }
+  }
+
+  // Two words of x, once both have come: `words` is what a first look at `from` gave.
+  static __device__ __forceinline__ void take_two(Vec16& words, const bf16* from) {
+    for (Patience patience; !both_full(words); patience.check()) words = peek_two(from);
   }
 
   // A 16-byte unit of x.

@@ -1,5 +1,7 @@
 // What follows x in a projection whose task is eight rows of w, shared by the tasks that differ in how they make x.
 // w: [n, k] bf16   residual, y: [batch, n]   Args: w, residual, y, batch, n, k.
+//
+// Where x arrives as words, the kernel before may still run while the sums are made: the residual is read, and y written, after the wait.
 #pragma once
 
 #include "core/matvec.cuh"
@@ -9,6 +11,7 @@ namespace cuk {
 template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
 struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
   using Base = Matvec<kSlots, kStreamX, kChunkK>;
+  static constexpr bool kStagesByChunk = !kNorm && !kStreamX;
 
   template <class Args>
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
@@ -17,22 +20,42 @@ struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
 
   template <class Args, class Policy>
   static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
-                                 int iteration, Policy&) {
+                                 int iteration, Policy& policy) {
     const int row = task * kTileRows + team.thread % kTileRows, b = team.thread / kTileRows;
     const bool mine = b < a.batch && row < a.n;
     const size_t at = static_cast<size_t>(b) * a.n + row;
     bf16 residual{};  // kept as it was loaded: widening it here would wait for it
-    if (kResidual && mine) residual = a.residual[at];
-    float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
-    if (!mine) return;
-    if constexpr (kNorm) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
+    if (!Policy::kPolls && kResidual && mine) residual = a.residual[at];
+    const int last = Base::chunks_of(a.k) - 1;
+    float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration, [&](int chunk) {
+      if constexpr (Policy::kPolls) {
+        if (kStagesByChunk && iteration == 0) policy.wait_staged(chunk);
+        if (chunk == last) {
+          policy.wait();
+          if (kResidual && mine) residual = a.residual[at];
+        }
+      }
+    });
+    if constexpr (Policy::kPosts) {
+      if (team.warp() * 4 >= a.batch) return;  // whole warps leave: a word is put together within one
+    } else {
+      if (!mine) return;
+    }
+    if constexpr (kNorm)
+      if (mine) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
     if (kResidual) y += to_float(residual);
-    store(a.y + at, y);
+    const Out result = round(y);
+    if constexpr (Policy::kPosts) post_columns(policy, result, at, mine);
+    if (mine) a.y[at] = result;
   }
 
  private:
-  static __device__ void store(bf16* p, float y) { *p = to_bf16(y); }
-  static __device__ void store(float* p, float y) { *p = y; }
+  static __device__ Out round(float y) {
+    if constexpr (sizeof(Out) == 4)
+      return y;
+    else
+      return to_bf16(y);
+  }
 };
 
 }  // namespace cuk

@@ -10,6 +10,11 @@
 // several. Who takes a word empties it; the next step's post to it is ordered after that by an edge between kernels. A word has
 // one taker. Unless all tasks of an op run at once, only a task of a higher index waits for one of a lower, so tasks taken in order
 // cannot wait in a circle.
+//
+// Words between two kernels (arrivals): what a kernel posts, all CTAs of the next one peek at, before the first has ended. The word proves
+// itself, as above. It proves nothing else, so that nothing but words is read, and no other memory written, before
+// griddepcontrol.wait. A word serves one edge of the program, once a step. The kernel after the reader empties it after its own wait,
+// when every reader has ended, and the full edge between two steps stands between that and the next post and the next peek.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -27,6 +32,17 @@ __device__ __forceinline__ u64 peek(const u64* word) {
   u64 content;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(content) : "l"(word) : "memory");
   return content;
+}
+
+// Two words side by side: a single access of two, which the model treats as one for each.
+__device__ __forceinline__ Vec16 peek_two(const void* words) {
+  u64 low, high;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(words) : "memory");
+  return {static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
+}
+__device__ __forceinline__ bool both_full(const Vec16& words) {
+  constexpr u32 kEmptyHalf = static_cast<u32>(kEmptyWord);
+  return (words.x & words.y) != kEmptyHalf && (words.z & words.w) != kEmptyHalf;
 }
 
 }  // namespace cuk

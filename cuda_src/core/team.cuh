@@ -42,6 +42,16 @@ __device__ __forceinline__ float2 floats_of(u64 word) {
   return make_float2(__uint_as_float(static_cast<u32>(word)), __uint_as_float(static_cast<u32>(word >> 32)));
 }
 
+// Four neighbouring columns of a row, held by threads 4 i … 4 i + 3 of a warp, all of whose threads call: as a word to the next kernel, posted by
+// the first of the four. `at`: the element. All bits set is no bf16 that was rounded from a float.
+template <class Policy>
+__device__ __forceinline__ void post_columns(const Policy& policy, bf16 element, size_t at, bool active) {
+  const int bits = element.bits;
+  const u32 pair = static_cast<u32>(bits | __shfl_xor_sync(kFullMask, bits, 1) << 16);
+  const u32 next = static_cast<u32>(__shfl_xor_sync(kFullMask, static_cast<int>(pair), 2));
+  if (active && at % 4 == 0) post(policy.postings() + at / 4, static_cast<u64>(next) << 32 | pair);
+}
+
 // Words on their way to one thread: `count` of them, at most kCount, `stride` apart. peek() asks for what has come by now, take() waits
 // for the rest and leaves the words empty.
 template <int kCount>

@@ -2,7 +2,8 @@
 //
 // A CTA holds kTeams teams, each a ring with its own producer warp and four consumer warps; team i of CTA c takes tasks
 // i * grid + c, then every grid * kTeams-th. With kPdl, the producers fill their rings with what no kernel of this step writes,
-// while the consumers wait for the kernels before; everything a task writes it writes after that wait.
+// while the consumers wait for the kernels before; everything a task writes it writes after that wait. A kernel whose x arrives as
+// words (core/sync.cuh) takes them as they come instead, and waits before it reads or writes anything else; its producers need no wait at all.
 #pragma once
 
 #include "core/ring.cuh"
@@ -25,13 +26,26 @@ struct LaunchArgs {
   // What this op or a later one will read after its rings are full, to be brought into L2: before the wait or after it, a piece by
   // each producer every so many nanoseconds.
   int ahead_bytes, ahead_early, ahead_pace;
+  int num_emptied;
   const char* ahead;
+  // Words of three edges: to the next kernel, from the one before, and from the one before to that one, which has taken them all.
+  u64* postings;
+  const u64* arrivals;
+  u64* emptied;
 };
 
 constexpr int kAheadPiece = 4096;  // bytes that one request brings into L2
 
-template <bool kPdl, class Tracer>
+// Whether a kernel posts its output as words, too, and whether it takes its x from such words.
+enum class Words { kNone, kPosts, kPolls, kBoth };
+
+template <bool kPdl, Words kWords, class Tracer>
 struct SeparatePolicy {
+  static constexpr bool kPosts = kWords == Words::kPosts || kWords == Words::kBoth;
+  static constexpr bool kPolls = kWords == Words::kPolls || kWords == Words::kBoth;
+  static_assert(kPdl || kWords == Words::kNone, "after a full edge there is nothing to take early");
+  const LaunchArgs& launch;
+  u64* staged;  // an mbarrier for each chunk of x
   Tracer tracer;
   bool all_at_once;
   bool first =
@@ -43,7 +57,17 @@ struct SeparatePolicy {
   }
   // Whether all tasks of the op run at the same time, so that each may wait for any other.
   __device__ bool together() const { return all_at_once; }
+  __device__ u64* postings() const { return launch.postings; }
+  __device__ const bf16* arrivals() const { return reinterpret_cast<const bf16*>(launch.arrivals); }
+  __device__ void wait_staged(int chunk) const { mbarrier_wait(staged + chunk, 0); }
 };
+
+// Warps of a CTA that stage x chunk by chunk as its words come, beside the teams that use each chunk at once.
+template <class Task, bool kPolls>
+__device__ constexpr int stagers() {
+  if constexpr (kPolls) return Task::kStagesByChunk ? kTeamThreads : 0;
+  return 0;
+}
 
 // Walks the chunks of a team's tasks in order. A task's tile (what its index means) is worked out once.
 template <class Task>
@@ -86,6 +110,13 @@ __device__ __forceinline__ void ask_ahead(const LaunchArgs& launch, int first, i
   __syncwarp();
 }
 
+// By all the producer warps of the grid: the words that the kernel before has taken, ready for the next step.
+__device__ __forceinline__ void empty_words(const LaunchArgs& launch, int first, int stride) {
+#pragma unroll 1
+  for (int i = first * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize; i < launch.num_emptied; i += stride * kWarpSize)
+    post(launch.emptied + i, kEmptyWord);
+}
+
 // The producer warp waits as a whole; its elected lane announces and issues. Always the same lane: elect.sync picks it by the mask.
 template <class Task, bool kPdl, class Policy>
 __device__ void produce(const typename Task::Args& args, const LaunchArgs& launch, const Ring& ring, int first, int stride,
@@ -99,8 +130,11 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
     if (!launch.ahead_early) policy.wait();
     ask_ahead(launch, first, stride, elected);
     policy.wait();
+    if (kPdl) empty_words(launch, first, stride);
     waited = true;
   };
+  // Weights depend on nothing: where the consumers go on before the wait, so does this, unless it was told to keep to fewer stages.
+  const int wait_at = Policy::kPolls && ahead == launch.num_stages ? -1 : ahead;
   if constexpr (Task::kHasDependentLoads) {
     // The independent halves of the first stages, the wait, then their dependent halves.
     ChunkCursor<Task> behind = at;
@@ -119,7 +153,7 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
   int landed = 0;
 #pragma unroll 1
   for (int issued = 0; true; ++issued, at.advance(), producer.advance()) {
-    if (!Task::kHasDependentLoads && !waited && (at.done() || issued == ahead)) wait();
+    if (!Task::kHasDependentLoads && !waited && (at.done() || issued == wait_at)) wait();
     if (at.done()) break;
     // Early loads go out a few at a time: more of them would only queue in the memory system, before the few bytes that the
     // kernel ahead still needs.
@@ -138,7 +172,7 @@ __device__ void produce(const typename Task::Args& args, const LaunchArgs& launc
   }
 }
 
-template <class Task, int kTeams, bool kPdl, Trigger kTrigger, class Tracer = NoTrace>
+template <class Task, int kTeams, bool kPdl, Trigger kTrigger, Words kWords = Words::kNone, class Tracer = NoTrace>
 __device__ void separate(const typename Task::Args& args, const LaunchArgs& launch, Tracer tracer = {}) {
   static_assert(kTeams >= 1 && kTeams <= kMaxTeams, "more teams than a CTA has threads for");
   extern __shared__ __align__(1024) char smem[];
@@ -147,21 +181,36 @@ __device__ void separate(const typename Task::Args& args, const LaunchArgs& laun
   const bool is_consumer = thread < kConsumers;
   const int index = is_consumer ? thread / kTeamThreads : (thread - kConsumers) / kWarpSize;
 
-  // Shared memory: the rings' stages, staged operands, team scratch, barriers.
+  using Policy = SeparatePolicy<kPdl, kWords, Tracer>;
+  constexpr int kStagers = stagers<Task, Policy::kPolls>(), kThreads = kTeams * kThreadsPerTeam + kStagers;
+  const bool is_stager = kStagers > 0 && thread >= kTeams * kThreadsPerTeam;
+
+  // Shared memory: the rings' stages, staged operands, team scratch, barriers of the rings and of the chunks.
   const int ring_bytes = launch.num_stages * launch.stage_bytes;
   char* shared = smem + kTeams * ring_bytes;
   char* scratch = shared + launch.shared_bytes + index * launch.scratch_bytes;
-  u64* barriers =
-      reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes) + index * 2 * launch.num_stages;
+  u64* all_barriers = reinterpret_cast<u64*>(shared + launch.shared_bytes + kTeams * launch.scratch_bytes);
+  u64* barriers = all_barriers + index * 2 * launch.num_stages;
   const Ring ring{smem + index * ring_bytes, barriers, barriers + launch.num_stages, launch.num_stages, launch.stage_bytes};
   tracer.begin(thread == 0);
   if (kPdl && kTrigger == Trigger::kStart && thread == 0) griddepcontrol_launch_dependents();
 
   const int stride = static_cast<int>(gridDim.x) * kTeams;
   const int first = index * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  SeparatePolicy<kPdl, Tracer> policy{tracer, launch.num_tasks <= stride};
-  // Barrier 0: the rings are ready. Only the consumers wait for it, where nothing else waits for them.
-  constexpr int kThreads = kTeams * kThreadsPerTeam;
+  Policy policy{launch, all_barriers + kTeams * 2 * launch.num_stages, tracer, launch.num_tasks <= stride};
+  // Barrier 0: the rings are ready, and the barriers of the chunks. Only those wait for it who did not make them.
+  if constexpr (kStagers > 0)
+    if (is_stager) {
+      const int stager = thread - kTeams * kThreadsPerTeam;
+      if (stager == 0) {
+#pragma unroll 1
+        for (int i = 0; i < Task::chunks_of(args.k); ++i) mbarrier_init(policy.staged + i, Task::arrivals_of_chunk(args.batch));
+        fence_mbarrier_init();
+      }
+      named_barrier_sync(0, kThreads);
+      Task::stage_by_chunk(policy.arrivals(), args.batch, args.k, shared, policy.staged, stager);
+      return;
+    }
   if (!is_consumer) {
     if (thread % kWarpSize == 0) {
       Ring(ring).init(kTeamWarps);

@@ -30,16 +30,21 @@ struct GateUp : Matvec<kSlots, kStreamX, kChunkK> {
 
   template <class Policy>
   static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
-                                 int iteration, Policy&) {
+                                 int iteration, Policy& policy) {
     float z = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: gate and up meet within one
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;
     if (kNorm && b < a.batch) z *= Base::inverse_rms(a, team, shared, scratch, iteration);
     const float up = __shfl_xor_sync(kFullMask, z, 4);
     const int i = task * 4 + row;
-    if (row >= 4 || b >= a.batch || i >= a.n) return;
+    const bool mine = row < 4 && b < a.batch && i < a.n;
+    if (!Policy::kPosts && !mine) return;
     const float silu = __fdiv_rn(z, 1.f + exp2_approx(z * -1.4426950408889634f));
-    a.y[static_cast<size_t>(b) * a.n + i] = to_bf16(silu * up);
+    const size_t at = static_cast<size_t>(b) * a.n + i;
+    const bf16 y = to_bf16(silu * up);
+    if constexpr (Policy::kPosts) post_columns(policy, y, at, mine);
+    if constexpr (Policy::kPolls) policy.wait();
+    if (mine) a.y[at] = y;
   }
 };
 

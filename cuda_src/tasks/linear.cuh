@@ -18,7 +18,8 @@ struct Linear : Projection<kSlots, kStreamX, kChunkK, kNorm, kResidual, Out> {
 
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
-    Matvec<kSlots, kStreamX, kChunkK>::template prepare_x<kNorm>(a, crew, shared, policy);
+    using Base = Projection<kSlots, kStreamX, kChunkK, kNorm, kResidual, Out>;
+    if constexpr (!(Policy::kPolls && Base::kStagesByChunk)) Base::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 };
 

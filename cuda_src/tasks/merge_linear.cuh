@@ -27,6 +27,7 @@ struct MergeLinear : Projection<kSlots, false, kChunkK, false, kResidual, Out> {
 
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
+    static_assert(!Policy::kPolls, "x is merged from more than one tensor");
     const int pitch = Base::x_pitch(a.k), units = a.k / 8;
     int b = 0, unit = crew.thread;  // 16 bytes of x
     policy.wait();

@@ -50,7 +50,7 @@ struct Qkv : Matvec<kSlots, kStreamX, kChunkK> {
 
   template <class Policy>
   static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
-                                 int iteration, Policy&) {
+                                 int iteration, Policy& policy) {
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;
     const int d = dim(task, row), head = task / kTilesPerHead;
     const bool rotated = head < a.heads + a.kv_heads;
@@ -59,6 +59,7 @@ struct Qkv : Matvec<kSlots, kStreamX, kChunkK> {
     if (kNorm && b < a.batch) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
     const float pair = __shfl_xor_sync(kFullMask, y, 4);
     if (b >= a.batch) return;
+    if constexpr (Policy::kPolls) policy.wait();
     const int position = positions_in(a, shared)[b];
     const float2 turn =
         reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.k))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];

@@ -16,11 +16,13 @@ from cuk.launch import Launch, capture, encode_tensor_map, gpu_missing
 from cuk.machine import Machine
 from cuk.program import Op, Program, View
 from cuk.runs.base import Run
+from cuk.runs.edges import NO_WORDS, Words, unit_names, words_of
 from cuk.runs.memory import gpu_buffers
 from cuk.task import Task, ceil_div, pack_args
 from cuk.timeline import EVENTS, Timeline
 
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
+STAGER_THREADS = 128  # of a CTA whose x arrives as words that are used chunk by chunk
 MAX_TEAMS = 6
 REGISTERS_PER_SM = 65_536
 MAX_STAGES = 64
@@ -28,6 +30,7 @@ TEAMS_FOR_ONE_ROUND = 3
 EVEN_EXTRA_BYTES = 1024
 EARLY_BYTES = 48 * 1024
 AHEAD_BYTES = 5 << 20
+DEPS = ("op", "tile")
 TRIGGERS = {"start": "kStart", "loads": "kLoads", "end": "kEnd"}
 
 
@@ -44,6 +47,7 @@ class Footprint:
     teams: int
     in_flight: int = MAX_STAGES
     at_least: int = 0  # shared memory to take even where less is needed
+    staged_chunks: int = 0  # of an x that arrives as words, each with a barrier
 
     @property
     def smem_bytes(self) -> int:
@@ -52,16 +56,22 @@ class Footprint:
     @property
     def needed_bytes(self) -> int:
         barriers = self.teams * self.num_stages * 16
+        barriers += 8 * self.staged_chunks
         return barriers + self.shared_bytes + self.teams * (self.scratch_bytes + self.num_stages * self.stage_bytes)
 
     @property
     def threads(self) -> int:
-        return self.teams * THREADS_PER_TEAM
+        return self.teams * THREADS_PER_TEAM + (STAGER_THREADS if self.staged_chunks else 0)
 
-    def pack(self, ahead: int = 0, ahead_bytes: int = 0, early: bool = False, pace_ns: int = 0) -> bytes:
-        """`ahead`: the address of so many bytes to ask L2 for; `early`: before the wait; `pace_ns`: nanoseconds between two pieces."""
-        return struct.pack("10iQ", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes, self.prefetch,
-                           self.in_flight, ahead_bytes, early, pace_ns, ahead)  # fmt: skip
+    def pack(
+        self, ahead: int = 0, ahead_bytes: int = 0, early: bool = False, pace_ns: int = 0, words: Words = NO_WORDS, words_at: int = 0
+    ) -> bytes:
+        """`ahead`: the address of so many bytes to ask L2 for; `early`: before the wait; `pace_ns`: nanoseconds between two pieces;
+        `words_at`: the address of the run's words."""
+        posted, polled, emptied = (words_at + 8 * of[0] if of else 0 for of in (words.posted, words.polled, words.emptied))
+        return struct.pack("11i4x4Q", self.num_tasks, self.num_stages, self.stage_bytes, self.shared_bytes, self.scratch_bytes,
+                           self.prefetch, self.in_flight, ahead_bytes, early, pace_ns, words.emptied[1] if words.emptied else 0,
+                           ahead, posted, polled, emptied)  # fmt: skip
 
 
 def footprint(
@@ -74,6 +84,7 @@ def footprint(
     ctas_per_sm: int = 2,
     prefetch: bool | int = True,
     early_bytes: int = EARLY_BYTES,
+    polls: bool = False,
 ) -> Footprint:
     """The footprint of a task's kernel, the index-th of its program: `stages` ring stages a team, or as many as leave room for
     `ctas_per_sm` such CTAs on an SM. A team for each task where an SM has up to three; no more stages than a team's tasks fill.
@@ -82,7 +93,8 @@ def footprint(
     even kernel then never fit one SM, and beside one of them exactly one of an odd kernel does: every kernel of one CTA for each SM
     has exactly one there. With equal footprints a third of the SMs were seen to hold two CTAs of one kernel, and as many none.
 
-    `early_bytes`: of a CTA's loads before its wait, how many may be on their way at once (at least a stage for each team).
+    `early_bytes`: of a CTA's loads before its wait, how many may be on their way at once (at least a stage for each team). `polls`: its
+    input arrives as words.
 
     Raises ValueError when the task does not fit, with the bytes needed and allowed."""
     each_sm = ceil_div(task.num_tasks, machine.num_sms)
@@ -101,8 +113,9 @@ def footprint(
         ahead = count if prefetch is True else min(int(prefetch), count)
         at_once = max(1, min(MAX_STAGES, early_bytes // max(1, teams * task.stage_bytes)))
         return Footprint(
-            task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_once, at_least=at_least
-        )
+            task.num_tasks, count, task.stage_bytes, task.shared_bytes, task.scratch_bytes, ahead, teams, at_once,
+            at_least=at_least, staged_chunks=task.staged_chunks if polls else 0,
+        )  # fmt: skip
 
     def most(limit: int) -> int:
         count = 0
@@ -167,9 +180,9 @@ def kernel_name(op: Op) -> str:
     return f"cuk_{op.kind}"
 
 
-def source_for(op: Op, *, teams: int, pdl: bool, trigger: str, trace: bool = False) -> str:
+def source_for(op: Op, *, teams: int, pdl: bool, trigger: str, trace: bool = False, words: Words = NO_WORDS) -> str:
     """The translation unit of one op's kernel, which carries the op's kind in its name."""
-    threads = teams * THREADS_PER_TEAM
+    threads = teams * THREADS_PER_TEAM + (STAGER_THREADS if words.polled and op.task.staged_chunks else 0)
     parameter, tracer, argument = (", cuk::u64* events", ", cuk::Trace", ", cuk::Trace{events}") if trace else ("", "", "")
     registers = min(op.task.max_registers, REGISTERS_PER_SM // threads // 8 * 8)
     return (
@@ -177,21 +190,19 @@ def source_for(op: Op, *, teams: int, pdl: bool, trigger: str, trace: bool = Fal
         f'#include "{op.task.header}"\n'
         f'extern "C" __global__ void __maxnreg__({registers})\n'
         f"{kernel_name(op)}(const __grid_constant__ typename {op.task.struct}::Args args, const __grid_constant__ cuk::LaunchArgs launch{parameter}) {{\n"
-        f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}{tracer}>(args, launch{argument});\n"
+        f"  cuk::separate<{op.task.struct}, {teams}, {str(pdl).lower()}, cuk::Trigger::{TRIGGERS[trigger]}, cuk::Words::{words.kind}{tracer}>(args, launch{argument});\n"
         "}\n"
     )
 
 
-def compile_all(ops: Sequence[Op], sources: Sequence[str]) -> list[Cubin]:
-    """The cubin of each op's source; those that differ are compiled side by side. Raises ValueError for a kind of two sources."""
-    wanted: dict[str, str] = {}
-    for op, source in zip(ops, sources, strict=True):
-        if wanted.setdefault(op.kind, source) != source:
-            raise ValueError(f"ops of kind {op.kind!r} have tasks of different types or templates: give them kinds of their own")
+def compile_all(ops: Sequence[Op], sources: Sequence[str], units: Sequence[str]) -> dict[str, Cubin]:
+    """The cubin of each unit; those that differ are compiled side by side. Raises ValueError for a unit of two sources."""
+    wanted: dict[str, tuple[str, str]] = {}
+    for op, source, unit in zip(ops, sources, units, strict=True):
+        if wanted.setdefault(unit, (source, kernel_name(op)))[0] != source:
+            raise ValueError(f"ops of kind {unit!r} have tasks of different types or templates: give them kinds of their own")
     with ThreadPoolExecutor() as pool:
-        kinds = {op.kind: op for op in ops}
-        cubins = dict(zip(kinds, pool.map(lambda kind: compile(wanted[kind], name=kernel_name(kinds[kind])), kinds), strict=True))
-    return [cubins[op.kind] for op in ops]
+        return dict(zip(wanted, pool.map(lambda one: compile(one[0], name=one[1]), wanted.values()), strict=True))
 
 
 class SeparateRun(Run):
@@ -205,13 +216,13 @@ class SeparateRun(Run):
     def __init__(
         self, program: Program, *, buffers: Mapping[str, Any] | None, seed: int, device: int | None, teams: int, stages: int | None,
         ctas_per_sm: int, trace: bool, prefetch: bool | int = True, trigger: str = "start", early_bytes: int = EARLY_BYTES,
-        ahead_bytes: int | Mapping[str, int] = 0, ahead_early: bool = False, ahead_pace_ns: int = 0,
+        ahead_bytes: int | Mapping[str, int] = 0, ahead_early: bool = False, ahead_pace_ns: int = 0, deps: str = "op",
     ):  # fmt: skip
-        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes, ahead_bytes, ahead_pace_ns)
+        _check_switches(teams, stages, ctas_per_sm, prefetch, trigger, early_bytes, ahead_bytes, ahead_pace_ns, deps)
         super().__init__(program, {name: value for name, value in
                                    {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm, "trace": trace, "prefetch": prefetch,
                                     "trigger": trigger, "early_bytes": early_bytes, "ahead_bytes": ahead_bytes,
-                                    "ahead_early": ahead_early, "ahead_pace_ns": ahead_pace_ns}.items()
+                                    "ahead_early": ahead_early, "ahead_pace_ns": ahead_pace_ns, "deps": deps}.items()
                                    if name in self.switches})  # fmt: skip
         if missing := gpu_missing():
             raise RuntimeError(f"run {self.name!r} needs a GPU: {missing}")
@@ -222,24 +233,31 @@ class SeparateRun(Run):
             self.machine = Machine.from_device(self.device.id)
             self.buffers = gpu_buffers(program, seed, buffers)
             self._maps = self._tensor_maps()
+            words, num_words = words_of(program) if deps == "tile" else ([NO_WORDS] * len(program.ops), 0)
+            units = unit_names(program.ops, words)
+            self._words = cupy.full(num_words, ~np.uint64(0), np.uint64)
             fits = [footprint(op.task, self.machine, index=i, teams=teams, stages=stages, ctas_per_sm=ctas_per_sm, prefetch=prefetch,
-                              early_bytes=early_bytes) for i, op in enumerate(program.ops)]  # fmt: skip
+                              early_bytes=early_bytes, polls=words[i].polled is not None) for i, op in enumerate(program.ops)]  # fmt: skip
             sources = [
-                source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace)
-                for op, fit in zip(program.ops, fits, strict=True)
+                source_for(op, teams=fit.teams, pdl=self.programmatic, trigger=trigger, trace=trace, words=of)
+                for op, fit, of in zip(program.ops, fits, words, strict=True)
             ]
             self._events = cupy.zeros((len(program.ops), self.machine.num_sms, len(EVENTS)), np.uint64) if trace else None
-            self.cubins = {op.kind: cubin for op, cubin in zip(program.ops, compile_all(program.ops, sources), strict=True)}
-            self.footprints = {op.kind: fit for op, fit in zip(program.ops, fits, strict=True)}
-            self.resources = {kind: cubin.resources for kind, cubin in self.cubins.items()}
+            self.cubins = compile_all(program.ops, sources, units)
+            self.footprints = dict(zip(units, fits, strict=True))
+            self.resources = {unit: cubin.resources for unit, cubin in self.cubins.items()}
             asks = [self._locate(ask) for ask in asked_ahead(program, fits, self.machine, ahead_bytes, ahead_early)]
-            functions = {kind: cubin.function() for kind, cubin in self.cubins.items()}
+            functions = {unit: cubin.function() for unit, cubin in self.cubins.items()}
             self.launches = [
                 Launch(
-                    functions[op.kind],
+                    functions[units[i]],
                     grid=self.machine.num_sms,
                     block=fit.threads,
-                    args=(self._pack(i, op), fit.pack(*asks[i], ahead_early, ahead_pace_ns), *([self._events[i]] if trace else [])),
+                    args=(
+                        self._pack(i, op),
+                        fit.pack(*asks[i], ahead_early, ahead_pace_ns, words[i], self._words.data.ptr),
+                        *([self._events[i]] if trace else []),
+                    ),
                     smem_bytes=fit.smem_bytes,
                     programmatic=self.programmatic and i > 0,
                     name=op.name,
@@ -317,16 +335,19 @@ class PdlRun(GraphRun):
     """Further switches. prefetch: stages that load before the wait (True: all, False or 0: none). trigger: where a kernel lets its
     successor start: "start", after its last "loads", or at its "end". early_bytes: how many a CTA may have on their way at once before
     its wait. ahead_bytes: how many of a later op's weights an op has brought into L2, in all or {kind: bytes}; ahead_early: before its
-    wait; ahead_pace_ns: nanoseconds between a producer's requests (see `asked_ahead`)."""
+    wait; ahead_pace_ns: nanoseconds between a producer's requests (see `asked_ahead`). deps: what a kernel waits for before it reads what
+    the one before it wrote: all of that "op", or the words of each "tile" where both have them (see cuk/runs/edges.py)."""
 
     name = "pdl"
     switches = {**SeparateRun.switches, "prefetch": True, "trigger": "start", "early_bytes": EARLY_BYTES, "ahead_bytes": AHEAD_BYTES,
-                "ahead_early": False, "ahead_pace_ns": 0}  # fmt: skip
+                "ahead_early": False, "ahead_pace_ns": 0, "deps": "op"}  # fmt: skip
     programmatic = True
 
 
 def _check_switches(teams: int, stages: int | None, ctas_per_sm: int, prefetch: bool | int, trigger: str, early_bytes: int,
-                    ahead_bytes: int | Mapping[str, int], ahead_pace_ns: int) -> None:  # fmt: skip
+                    ahead_bytes: int | Mapping[str, int], ahead_pace_ns: int, deps: str) -> None:  # fmt: skip
+    if deps not in DEPS:
+        raise ValueError(f"deps={deps!r}: must be one of {', '.join(DEPS)}")
     if not 1 <= teams <= MAX_TEAMS:
         raise ValueError(f"teams={teams}: must be from 1 to {MAX_TEAMS} ({THREADS_PER_TEAM} threads each)")
     if stages is not None and not 1 <= stages <= 64:

@@ -51,6 +51,10 @@ class GateUp(MatvecTask):
         return self.weight_map(self.n, 2)
 
     @property
+    def posts(self) -> str | None:
+        return "y" if self.n % PAIRS == 0 else None
+
+    @property
     def num_tasks(self) -> int:
         return ceil_div(self.n, PAIRS)
 

@@ -56,6 +56,14 @@ class Linear(MatvecTask):
         return self.weight_map(self.n)
 
     @property
+    def posts(self) -> str | None:
+        return "y" if self.out == "bfloat16" and self.n % TILE_ROWS == 0 else None
+
+    @property
+    def staged_chunks(self) -> int:
+        return 0 if self.norm or self.stream_x else ceil_div(self.k, self.chunk_k)
+
+    @property
     def num_tasks(self) -> int:
         return ceil_div(self.n, TILE_ROWS)
 

@@ -60,6 +60,10 @@ class MatvecTask(Task):
         return tasks * ceil_div(self.k, self.chunk_k)
 
     @property
+    def polls(self) -> str | None:
+        return None if self.stream_x else "x"
+
+    @property
     def max_registers(self) -> int:
         return 72 if self.slots < 16 else 96
 

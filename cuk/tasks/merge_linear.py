@@ -44,6 +44,9 @@ class MergeLinear(Linear):
         out = {"bfloat16": "cuk::bf16", "float32": "float"}[self.out]
         return f"cuk::MergeLinear<{self.head_dim}, {self.slots}, {self.chunk_k}, {str(self.residual).lower()}, {out}>"
 
+    polls = None  # x is merged from two tensors
+    staged_chunks = 0
+
     @property
     def operands(self) -> dict[str, Operand]:
         rest = super().operands

@@ -21,6 +21,7 @@ import numpy as np
 from cuk.compile import cuda_src
 from cuk.machine import Machine
 from cuk.program import Op, Program
+from cuk.runs.edges import NO_WORDS, words_of
 from cuk.runs.memory import numpy_buffers
 from cuk.runs.separate import Footprint, asked_ahead, footprint, kernel_name, source_for
 from cuk.task import pack_args
@@ -29,18 +30,21 @@ HERE = Path(__file__).resolve().parent
 COMPILER = shutil.which("g++")
 CACHE = Path(tempfile.gettempdir()) / f"cuk-emulator-{os.getuid()}"
 
+EMPTY_WORD = ~np.uint64(0)
 RUN = """
 extern "C" const char* emulate(const {args}* args, const cuk::LaunchArgs* launch, int grid, int block, unsigned seed, bool drop_copies) {{
   emulator::drop_copies = drop_copies;
   emulator::body = [&] {{ {kernel}(*args, *launch); }};
   return emulator::run_grid(grid, block, seed, cuk::smem) ? nullptr : emulator::failure.c_str();
 }}
-extern "C" void hooks(void (*start)(int), void (*wait)(int)) {{
+extern "C" void hooks(void (*start)(int), void (*wait)(int), bool (*stuck)()) {{
   emulator::on_start = start;
   emulator::on_wait = wait;
+  emulator::on_stuck = stuck;
 }}
 """
 Hook = ctypes.CFUNCTYPE(None, ctypes.c_int)
+StuckHook = ctypes.CFUNCTYPE(ctypes.c_bool)
 
 
 def library(source: str, kernel: str, args: str) -> ctypes.CDLL:
@@ -90,6 +94,7 @@ class EmulatedRun:
         pdl: bool = False,
         ahead_bytes: int = 0,
         ahead_early: bool = False,
+        deps: str = "op",
         **switches,
     ):
         self.program = program
@@ -102,18 +107,26 @@ class EmulatedRun:
             start = -room.ctypes.data % 256
             self.buffers[name] = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
             self.buffers[name][...] = array
-        fits = [footprint(op.task, self.machine, index=i, **switches) for i, op in enumerate(program.ops)]
-        units = {(source_for(op, teams=fit.teams, pdl=pdl, trigger="start"), kernel_name(op), f"{op.task.struct}::Args"): op.kind
-                 for op, fit in zip(program.ops, fits, strict=True)}  # fmt: skip
-        with ThreadPoolExecutor() as pool:
-            libraries = dict(zip(units.values(), pool.map(lambda unit: library(*unit), units), strict=True))
-        asks = asked_ahead(program, fits, self.machine, ahead_bytes, ahead_early)
-        words = [
-            fit.pack(self._address(ask.view) + ask.start, ask.bytes, ahead_early, 1) if ask else fit.pack()
-            for fit, ask in zip(fits, asks, strict=True)
+        words, num_words = words_of(program) if deps == "tile" else ([NO_WORDS] * len(program.ops), 0)
+        room = np.full(num_words + 32, EMPTY_WORD)
+        self.words = room[-room.ctypes.data % 256 // 8 :][:num_words]
+        self.words_of = words
+        fits = [
+            footprint(op.task, self.machine, index=i, polls=words[i].polled is not None, **switches) for i, op in enumerate(program.ops)
         ]
+        units = [(source_for(op, teams=fit.teams, pdl=pdl, trigger="start", words=of), kernel_name(op), f"{op.task.struct}::Args")
+                 for op, fit, of in zip(program.ops, fits, words, strict=True)]  # fmt: skip
+        with ThreadPoolExecutor() as pool:
+            different = list(dict.fromkeys(units))
+            libraries = dict(zip(different, pool.map(lambda unit: library(*unit), different), strict=True))
+        asks = asked_ahead(program, fits, self.machine, ahead_bytes, ahead_early)
+        asked = [(self._address(ask.view) + ask.start, ask.bytes, ahead_early, 1) if ask else (0, 0, False, 0) for ask in asks]
+        packed = [fit.pack(*ask, of, self.words.ctypes.data) for fit, ask, of in zip(fits, asked, words, strict=True)]
         self.asks = sum(ask is not None for ask in asks)
-        self.launches = [self._prepare(op, fit, w, libraries[op.kind]) for op, fit, w in zip(program.ops, fits, words, strict=True)]
+        self.launches = [
+            self._prepare(op, fit, launch_words, libraries[unit])
+            for op, fit, launch_words, unit in zip(program.ops, fits, packed, units, strict=True)
+        ]
 
     def synchronize(self) -> None:
         """Nothing is pending: a launch returns when it is done."""

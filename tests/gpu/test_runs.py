@@ -35,9 +35,11 @@ def stepped():
 @given(
     st.sampled_from(["stream", "graph", "pdl"]), st.integers(1, 4), st.sampled_from([None, 1, 2, 3, 5]), st.integers(1, 3),
     st.sampled_from([True, False, 1, 2]), st.sampled_from(["start", "loads", "end"]), st.sampled_from([1, 40_000, 1 << 20]),
+    st.sampled_from(["op", "tile"]),
 )  # fmt: skip
-@example("pdl", 2, 1, 1, 1, "start", 1)
-def test_bits_do_not_depend_on_switches(stepped, name, teams, stages, ctas_per_sm, prefetch, trigger, early_bytes):
+@example("pdl", 2, 1, 1, 1, "start", 1, "op")
+@example("pdl", 2, None, 2, True, "start", 48 << 10, "tile")
+def test_bits_do_not_depend_on_switches(stepped, name, teams, stages, ctas_per_sm, prefetch, trigger, early_bytes, deps):
     switches = {"teams": teams, "stages": stages, "ctas_per_sm": ctas_per_sm}
     if name == "pdl":
         switches |= {
@@ -46,6 +48,7 @@ def test_bits_do_not_depend_on_switches(stepped, name, teams, stages, ctas_per_s
             "early_bytes": early_bytes,
             "ahead_bytes": early_bytes // 16 * 16,
             "ahead_early": ctas_per_sm == 2,
+            "deps": deps,
         }
     check_bitwise(build(stepped.program, name, buffers=stepped.buffers, **switches), stepped)
 
@@ -58,7 +61,13 @@ def test_bits_do_not_depend_on_switches(stepped, name, teams, stages, ctas_per_s
 def test_models_of_odd_shapes(config, batch, context):
     program = llama(config, batch=batch, context=context)
     stream = build(program, "stream")
-    check({"stream": stream, **{name: build(program, name, buffers=stream.buffers) for name in ("graph", "pdl")}})
+    check(
+        {
+            "stream": stream,
+            **{name: build(program, name, buffers=stream.buffers) for name in ("graph", "pdl")},
+            "tile": build(program, "pdl", buffers=stream.buffers, deps="tile"),
+        }
+    )
 
 
 def test_a_hidden_size_whose_x_comes_through_the_ring():
@@ -69,14 +78,14 @@ def test_a_hidden_size_whose_x_comes_through_the_ring():
 
 
 def test_chain():
-    program = chain([(384, 256), (256, 256), (512, 256), (256, 512)], layers=3)
+    program = chain([(384, 256), (256, 256), (5000, 256), (256, 5000)], layers=3)
     stream = build(program, "stream")
-    check({"stream": stream, "pdl": build(program, "pdl", buffers=stream.buffers)})
+    check({"stream": stream, **{deps: build(program, "pdl", buffers=stream.buffers, deps=deps) for deps in ("op", "tile")}})
 
 
-@pytest.mark.parametrize("name", ["graph", "pdl"])
-def test_a_thousand_replays_are_bit_identical(stepped, name):
-    run = build(stepped.program, name, buffers=stepped.buffers)
+@pytest.mark.parametrize(("name", "switches"), [("graph", {}), ("pdl", {}), ("pdl", {"deps": "tile"})])
+def test_a_thousand_replays_are_bit_identical(stepped, name, switches):
+    run = build(stepped.program, name, buffers=stepped.buffers, **switches)
     run()
     first = {k: v.copy() for k, v in run.buffers.items() if stepped.program.buffers[k].role in ("output", "activation", "cache")}
     different = cupy.zeros((), np.int64)

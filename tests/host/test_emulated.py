@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cuk.programs import llama
+from cuk.programs import chain, llama
 from cuk.runs.check import CheckFailed, check_bitwise, check_by_op
 from cuk.tasks import Argmax, AttentionDecode, Linear
 from tests.alone import PROGRAMS, alone
@@ -110,55 +110,89 @@ def test_an_op_with_a_task_too_few_is_caught(monkeypatch):
 
 class Early:
     """Starts every kernel of a pdl run before the one before it has ended: until a CTA's first thread has waited, what earlier ops of the step
-    write is NaN, and the op's own outputs must stay as they were."""
+    write is NaN, and the op's own outputs must stay as they were. Of the words that arrive, a drawn half is missing when a CTA starts; the
+    others come a few at a time, whenever nothing else can go on."""
 
-    def __init__(self, run):
-        self.run, self.touched_early = run, []
+    def __init__(self, run, seed=0):
+        self.run, self.touched_early, self.words_awaited = run, [], 0
+        self.random = np.random.default_rng(seed)
         self.written = set()
-        for op, launch in zip(run.program.ops, run.launches, strict=True):
-            self._start(op, launch)
+        for op, launch, words in zip(run.program.ops, run.launches, run.words_of, strict=True):
+            self._start(op, launch, words.polled)
             self.written |= {str(view) for view in op.accesses("out", "inout")}
 
-    def _start(self, op, launch):
+    def _start(self, op, launch, polled):
         def bytes_of(view):
             return view.of(self.run.buffers).reshape(-1).view(np.uint8)
 
         stale = [view for view in op.accesses("in") if str(view) in self.written]
         outputs = op.accesses("out")
+        arriving = self.run.words[polled[0] : polled[0] + polled[1]] if polled else self.run.words[:0]
+        real, words = [(view, bytes_of(view).copy()) for view in stale], arriving.copy()
+        assert not (words == emulate.EMPTY_WORD).any(), f"{op.name}: a word was not posted"
+        waits, before = 0, None
 
         def start(_):
-            self.real = [(view, bytes_of(view).copy()) for view in stale]
-            self.before = [(view, bytes_of(view).copy()) for view in outputs]
+            nonlocal before
+            before = waits, [(view, bytes_of(view).copy()) for view in outputs]
             for view in stale:
                 if view.buffer.role == "cache":  # old positions are old; the new one is this step's
                     for b, position in enumerate(self.run.buffers["positions"]):
                         view.of(self.run.buffers).view(np.uint16)[b, :, position] = 0xFFFF
                 else:
                     bytes_of(view)[...] = 0xFF
+            arriving[self.random.random(len(arriving)) < 0.5] = emulate.EMPTY_WORD
 
         def wait(_):
-            self.touched_early += [str(view) for view, before in self.before if not np.array_equal(bytes_of(view), before)]
-            for view, content in self.real:
+            nonlocal waits
+            if before[0] == waits:  # nobody has written since
+                self.touched_early += [str(view) for view, content in before[1] if not np.array_equal(bytes_of(view), content)]
+            waits += 1
+            arriving[...] = words
+            for view, content in real:
                 bytes_of(view)[...] = content
 
-        hooks = emulate.Hook(start), emulate.Hook(wait)
+        def stuck():
+            missing = np.flatnonzero(arriving != words)
+            come = self.random.permutation(missing)[: 1 + len(missing) // 4]
+            arriving[come] = words[come]
+            self.words_awaited += len(come)
+            return len(come) > 0
+
+        hooks = emulate.Hook(start), emulate.Hook(wait), emulate.StuckHook(stuck)
         launch.library.hooks(*hooks)
         try:
             launch()
         finally:
-            launch.library.hooks(emulate.Hook(), emulate.Hook())
+            launch.library.hooks(emulate.Hook(), emulate.Hook(), emulate.StuckHook())
 
 
-@pytest.mark.parametrize(("model", "batch", "context"), [(SMALL, 1, 100), ({**SMALL, "hidden_size": 2600, "num_hidden_layers": 1}, 16, 5)])
-@pytest.mark.parametrize("prefetch", [True, 1])
-def test_before_its_wait_a_kernel_touches_nothing_of_this_step(model, batch, context, prefetch):
+MANY_CHUNKS = {**SMALL, "intermediate_size": 2056}
+WIDE = {**SMALL, "hidden_size": 2600, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "context", "prefetch", "deps"),
+    [
+        (SMALL, 1, 100, True, "op"),
+        (SMALL, 1, 100, 1, "op"),
+        (WIDE, 16, 5, True, "op"),
+        (WIDE, 16, 5, 1, "op"),
+        (MANY_CHUNKS, 1, 100, True, "tile"),
+        (MANY_CHUNKS, 3, 5, 1, "tile"),
+        (SMALL, 9, 5, True, "tile"),
+    ],
+)
+def test_before_its_wait_a_kernel_touches_nothing_of_this_step(model, batch, context, prefetch, deps):
     program = llama(model, batch=batch, context=context)
     expected = EmulatedRun(program)
     for launch in expected.launches:
         launch()
-    run = EmulatedRun(program, pdl=True, prefetch=prefetch)
+    run = EmulatedRun(program, pdl=True, prefetch=prefetch, deps=deps)
     early = Early(run)
     assert not early.touched_early
+    assert (early.words_awaited > 0) == (deps == "tile" and prefetch is True)  # a producer that waits brings all of them at once
+    assert (run.words == emulate.EMPTY_WORD).all(), "words must be empty again after a step"
     check_bitwise_arrays(run, expected)
 
 
@@ -179,6 +213,25 @@ def test_a_kernel_that_does_not_wait_is_caught(monkeypatch):
     Early(run)
     with pytest.raises(AssertionError):
         check_bitwise_arrays(run, expected)
+
+
+@pytest.mark.parametrize("shapes", [[(40, 2064), (2064, 40)], [(24, 1032), (1040, 24)]])
+@pytest.mark.parametrize("num_sms", [1, 5])
+def test_bits_do_not_depend_on_taking_words(shapes, num_sms):
+    program = chain(shapes, layers=2)
+    expected, run = EmulatedRun(program), EmulatedRun(program, pdl=True, deps="tile", num_sms=num_sms)
+    assert any(words.polled for words in run.words_of)
+    for launch in [*expected.launches, *run.launches]:
+        launch()
+    check_bitwise_arrays(run, expected)
+    assert (run.words == emulate.EMPTY_WORD).all()
+
+
+def test_a_word_that_is_never_posted_is_waited_for_in_vain(monkeypatch):
+    """So that a word left from the step before would be the only way to a wrong result: nobody goes on without one."""
+    run = EmulatedRun(chain([(16, 16), (16, 16), (16, 16)]), pdl=True, deps="tile", num_sms=1)
+    with pytest.raises(AssertionError, match="deadlock"):
+        run.launches[1]()
 
 
 def test_a_deadlock_is_found_and_explained(monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 from cuk.compile import compile, layout
 from cuk.machine import Footprint, Machine
 from cuk.programs import chain, llama
+from cuk.runs.edges import words_of
 from cuk.runs.separate import TRIGGERS, footprint, kernel_name, source_for
 from cuk.task import args_offsets
 from tests.alone import example
@@ -38,6 +39,16 @@ def test_no_kernel_spills(name, kind, op):
         assert cubin.resources.spill_bytes == 0 and cubin.resources.stack_bytes == 0, f"{name}: {kind}: {cubin.resources}"
 
 
+@pytest.mark.parametrize("name", ["1b", "1b, batch 16", "8b", "chain"])
+def test_no_kernel_that_posts_or_polls_words_spills(name):
+    ops = PROGRAMS[name].ops
+    words, _ = words_of(PROGRAMS[name])
+    for op, of in {(op.kind, of.kind): (op, of) for op, of in zip(ops, words, strict=True)}.values():
+        fit = footprint(op.task, MACHINE, polls=of.polled is not None)
+        cubin = compile(source_for(op, teams=fit.teams, pdl=True, trigger="start", words=of), name=kernel_name(op))
+        assert cubin.resources.spill_bytes == 0 and cubin.resources.stack_bytes == 0, f"{op.kind} {of.kind}: {cubin.resources}"
+
+
 @pytest.mark.parametrize("trigger", TRIGGERS)
 def test_every_trigger_compiles(trigger):
     op = next(op for op in PROGRAMS["1b"].ops if op.kind == "o_proj")
@@ -53,10 +64,13 @@ def test_arguments_pack_as_the_compiler_lays_them_out(name):
 
 
 def test_launch_words_pack_as_the_compiler_lays_them_out():
-    names = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight", "ahead_bytes", "ahead_early",
-             "ahead_pace"]  # fmt: skip
-    found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", [*names, "ahead"])
-    assert list(found.offsets.values()) == [4 * i for i in range(11)] and found.size == 48
+    integers = ["num_tasks", "num_stages", "stage_bytes", "shared_bytes", "scratch_bytes", "prefetch", "in_flight", "ahead_bytes", "ahead_early",
+                "ahead_pace", "num_emptied"]  # fmt: skip
+    pointers = ["ahead", "postings", "arrivals", "emptied"]
+    found = layout('#include "kernels/separate.cuh"', "cuk::LaunchArgs", [*integers, *pointers])
+    assert list(found.offsets.values()) == [4 * i for i in range(11)] + [48 + 8 * i for i in range(4)] and found.size == 80
+    op = PROGRAMS["chain"].ops[0]
+    assert len(footprint(op.task, MACHINE).pack()) == found.size
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -1,7 +1,9 @@
 """What the runs of separate kernels decide before anything is launched: shared memory, early loads, what is asked of L2."""
 
+import itertools
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 from cuk.machine import Machine
 from cuk.programs import chain, llama
 from cuk.runs import build
+from cuk.runs.edges import unit_names, words_of
 from cuk.runs.separate import asked_ahead, footprint
 from cuk.task import ITEM_BYTES
+from cuk.tasks import GateUp, Linear
 
 MACHINE = Machine.load("h200")
 PROGRAMS = {
@@ -76,6 +80,44 @@ def test_what_is_asked_for_lies_behind_the_rings_within_the_weights_and_apart(pr
         taken[reader.name] = ask.start + ask.bytes
 
 
+@given(programs)
+def test_every_edge_has_words_of_its_own_which_are_emptied_once_all_have_taken_them(program):
+    words, total = words_of(program)
+    ranges = [of.posted for of in words if of.posted]
+    assert all(first % 16 == 0 and first + count <= total for first, count in ranges)
+    assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+    for i, of in enumerate(words):
+        assert of.polled == (words[i - 1].posted if i else None), "only the op right behind takes them"
+        assert of.emptied == (words[i - 1].polled if i else None), "by the op behind that, within the step"
+    assert words[-1].polled is None, "nobody would empty them"
+
+
+def test_where_a_decode_step_has_words():
+    program = PROGRAMS["1b"]
+    words, _ = words_of(program)
+    assert {op.kind for op, of in zip(program.ops, words, strict=True) if of.polled} == {"qkv", "gate_up", "down", "lm_head"}
+    assert unit_names(program.ops, words)[:6] == ["embed", "qkv (waits)", "attention", "o_proj", "gate_up", "down"]
+    assert {of.kind for op, of in zip(program.ops, words, strict=True) if op.kind == "down"} == {"kBoth"}
+    wide = PROGRAMS["1b, batch 16"]  # whose down projection has its x from the ring
+    assert not any(of.polled for op, of in zip(wide.ops, words_of(wide)[0], strict=True) if op.kind == "down")
+
+
+@given(st.sampled_from([Linear, GateUp]), st.integers(1, 16), st.integers(1, 400))
+def test_each_word_is_posted_by_one_task(kind, batch, n):
+    task = kind(batch=batch, n=n, k=64)
+    if task.posts is None:
+        assert n % 4 or (kind is Linear and n % 8)
+        return
+    rows, columns = task.operands[task.posts].shape
+    posted = np.zeros((rows, columns // 4), int)
+    for i in range(task.num_tasks):
+        (region,) = task.writes(i)
+        (r0, r1), (c0, c1) = region.box
+        assert c0 % 4 == c1 % 4 == 0
+        posted[r0:r1, c0 // 4 : c1 // 4] += 1
+    assert (posted == 1).all()
+
+
 @pytest.mark.parametrize(
     ("switches", "message"),
     [
@@ -88,6 +130,7 @@ def test_what_is_asked_for_lies_behind_the_rings_within_the_weights_and_apart(pr
         ({"ahead_bytes": 24}, "ahead_bytes=24: must be 0 or a multiple of 16"),
         ({"ahead_bytes": {"qkv": -16}}, "ahead_bytes={'qkv': -16}: must be 0 or a multiple of 16"),
         ({"ahead_pace_ns": -1}, "ahead_pace_ns=-1: must be from 0 to 100000"),
+        ({"deps": "row"}, "deps='row': must be one of op, tile"),
         ({"ring": 3}, "run 'pdl' has no switch ring: its switches and their defaults are teams=2, "),
     ],
 )

@@ -83,6 +83,8 @@ inline bool drop_copies = false;  // a test's: nothing ever lands
 // A test's: called when a CTA starts, and when the first of its threads has waited for the kernels before.
 inline void (*on_start)(int) = nullptr;
 inline void (*on_wait)(int) = nullptr;
+// A test's: called when no CTA can go on; true where it has done something about that.
+inline bool (*on_stuck)() = nullptr;
 
 inline void yield() { swapcontext(&cta->fibers[cta->current].context, &cta->scheduler); }
 inline void event() { ++cta->events; }
@@ -191,7 +193,7 @@ inline bool run_grid(int grid, int threads, unsigned seed, char* smem) {
   std::vector<Cta> ctas(static_cast<size_t>(grid));
   int left = grid;
   for (bool moved = true; left > 0;) {
-    if (!moved) {
+    if (!moved && !(on_stuck && on_stuck())) {
       for (const Cta& stuck : ctas)
         if (stuck.left > 0) {
           failure =

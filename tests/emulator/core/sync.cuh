@@ -12,4 +12,6 @@ inline void post(u64* word, u64 content) {
   emulator::event();
 }
 inline u64 peek(const u64* word) { return *word; }
+inline Vec16 peek_two(const void* words) { return *static_cast<const Vec16*>(words); }
+inline bool both_full(const Vec16& words) { return (words.x & words.y) != kFullMask && (words.z & words.w) != kFullMask; }
 }  // namespace cuk
