@@ -138,18 +138,23 @@ class Task(abc.ABC):
 
     # ---- word by word: how a kernel hands its output to the next one before it has ended ----
     @property
-    def posts(self) -> str | None:
-        """The output that the device can post as words of four columns; None unless overridden."""
-        return None
+    def posts(self) -> tuple[str, ...]:
+        """The outputs that the device can post as words of four columns, one after another; none unless overridden."""
+        return ()
 
     @property
-    def polls(self) -> str | None:
-        """The operand that the device can take as such words; None unless overridden."""
-        return None
+    def words(self) -> int:
+        """How many 64-bit words it posts."""
+        return sum(ceil_div(math.prod(self.operands[name].shape) * ITEM_BYTES[self.operands[name].dtype], 8) for name in self.posts)
+
+    @property
+    def polls(self) -> tuple[str, ...]:
+        """The operands that the device can take as such words; none unless overridden."""
+        return ()
 
     @property
     def staged_chunks(self) -> int:
-        """Chunks of that operand which are used one by one as they come, staged by four warps of their own; 0: it is staged whole."""
+        """Chunks of the operand which are used one by one as they come, staged by four warps of their own; 0: it is staged whole."""
         return 0
 
     # ---- the operator ----

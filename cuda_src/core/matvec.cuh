@@ -131,8 +131,7 @@ struct Matvec {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         if (at.row >= batch) break;  // whole warps: units and num_threads are multiples of 32
-        if constexpr (Policy::kPolls)
-          if (at.unit * 8 < k) take_two(v[d], x + static_cast<size_t>(at.row) * k + at.unit * 8);
+        if constexpr (Policy::kPolls) take_two(v[d], x + static_cast<size_t>(at.row) * k + at.unit * 8, at.unit * 8 < k);
         float sum = 0.f;
         if constexpr (kNorm) {
           v[d].x = scale_and_square(v[d].x, weight.x, sum);
@@ -182,10 +181,9 @@ struct Matvec {
       for (int d = 0; d < kDepth; ++d) {
         if (first + d * kTeamWarps >= runs) break;
         const Run run(first + d * kTeamWarps, batch, lane);
-        if (run.unit * 8 < k) {
-          take_two(v[d], x + static_cast<size_t>(run.row) * k + run.unit * 8);
+        take_two(v[d], x + static_cast<size_t>(run.row) * k + run.unit * 8, run.unit * 8 < k);
+        if (run.unit * 8 < k)
           *reinterpret_cast<Vec16*>(shared + run.row * pitch + run.unit * 16) = Vec16{v[d].x, v[d].z, v[d].y, v[d].w};
-        }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(staged + run.chunk);
       }
@@ -373,11 +371,6 @@ struct Matvec {
       mma_k16(acc[0], w.x, w.y, w.z, w.w, counts ? even.x : 0u, counts ? even.y : 0u);
       mma_k16(acc[1], w.x, w.y, w.z, w.w, counts ? other.x : 0u, counts ? other.y : 0u);
     }
-  }
-
-  // Two words of x, once both have come: `words` is what a first look at `from` gave.
-  static __device__ __forceinline__ void take_two(Vec16& words, const bf16* from) {
-    for (Patience patience; !both_full(words); patience.check()) words = peek_two(from);
   }
 
   // A 16-byte unit of x.

@@ -8,10 +8,11 @@
 
 namespace cuk {
 
-template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
+// kByChunk: an x that arrives as words is used chunk by chunk, as core/matvec.cuh stages it.
+template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, bool kByChunk, bool kResidual, class Out>
 struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
   using Base = Matvec<kSlots, kStreamX, kChunkK>;
-  static constexpr bool kStagesByChunk = !kNorm && !kStreamX;
+  static constexpr bool kStagesByChunk = kByChunk;
 
   template <class Args>
   static __device__ void load_independent(const Args& a, int task, int chunk, const Filling& filling) {
@@ -29,7 +30,7 @@ struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
     const int last = Base::chunks_of(a.k) - 1;
     float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration, [&](int chunk) {
       if constexpr (Policy::kPolls) {
-        if (kStagesByChunk && iteration == 0) policy.wait_staged(chunk);
+        if (kByChunk && iteration == 0) policy.wait_staged(chunk);
         if (chunk == last) {
           policy.wait();
           if (kResidual && mine) residual = a.residual[at];
@@ -45,7 +46,7 @@ struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
       if (mine) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
     if (kResidual) y += to_float(residual);
     const Out result = round(y);
-    if constexpr (Policy::kPosts) post_columns(policy, result, at, mine);
+    if constexpr (Policy::kPosts) post_columns(policy, result, static_cast<int>(at), mine);
     if (mine) a.y[at] = result;
   }
 

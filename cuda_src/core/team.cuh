@@ -45,11 +45,32 @@ __device__ __forceinline__ float2 floats_of(u64 word) {
 // Four neighbouring columns of a row, held by threads 4 i … 4 i + 3 of a warp, all of whose threads call: as a word to the next kernel, posted by
 // the first of the four. `at`: the element. All bits set is no bf16 that was rounded from a float.
 template <class Policy>
-__device__ __forceinline__ void post_columns(const Policy& policy, bf16 element, size_t at, bool active) {
+__device__ __forceinline__ void post_columns(const Policy& policy, bf16 element, int at, bool active) {
   const int bits = element.bits;
   const u32 pair = static_cast<u32>(bits | __shfl_xor_sync(kFullMask, bits, 1) << 16);
   const u32 next = static_cast<u32>(__shfl_xor_sync(kFullMask, static_cast<int>(pair), 2));
-  if (active && at % 4 == 0) post(policy.postings() + at / 4, static_cast<u64>(next) << 32 | pair);
+  if (active && (at & 3) == 0) post(policy.postings() + at / 4, static_cast<u64>(next) << 32 | pair);
+}
+
+// Waits for what a first look did not find, in each lane of a warp that wants it: full() tells, peek() looks again. The lowest lane that misses
+// something looks alone until it has it, then once all that miss something: 32 lanes of every warp of every SM asking for the same lines
+// would take a good part of L2's bandwidth.
+template <class Full, class Peek>
+__device__ __forceinline__ void await(bool wanted, const Full& full, const Peek& peek) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  int leader = kWarpSize;
+#pragma unroll 1
+  for (Patience patience;; patience.check()) {
+    const u32 missing = __ballot_sync(kFullMask, wanted && !full());
+    if (missing == 0) return;
+    const bool all = leader < kWarpSize && (missing >> leader & 1) == 0;
+    leader = __ffs(missing) - 1;
+    if (lane == leader || (all && (missing >> lane & 1) != 0)) peek();
+  }
+}
+// Two words from the kernel before, of which `words` is what a first look gave.
+__device__ __forceinline__ void take_two(Vec16& words, const void* from, bool wanted) {
+  await(wanted, [&] { return both_full(words); }, [&] { words = peek_two(from); });
 }
 
 // Words on their way to one thread: `count` of them, at most kCount, `stride` apart. peek() asks for what has come by now, take() waits

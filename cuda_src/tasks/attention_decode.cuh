@@ -26,6 +26,7 @@ template <int kHeadDim, bool kMerge>
 struct AttentionDecode {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "a lane reads 16 bytes of 64 or 128 columns");
   static constexpr bool kHasDependentLoads = false;
+  static constexpr bool kStagesByChunk = false;
   static constexpr int kHeads = 8;                       // of one task, at most
   static constexpr int kPositions = 64 * 64 / kHeadDim;  // of one stage
   static constexpr int kBlockRows = kPositions / 4;
@@ -177,9 +178,9 @@ struct AttentionDecode {
     const int lane = team.lane(), warp = team.warp(), g = lane / 4, t = lane % 4;
     const bool is_last = w.split == a.splits - 1;
     team.sync();  // the task before may still read the scratch
-    policy.wait();
+    const Fresh fresh = take_fresh(a, w, team, scratch, policy);
     State s;
-    const bf16* q = a.q + w.query + g * kHeadDim + t * 8;
+    const bf16* q = fresh.q + g * kHeadDim + t * 8;
 #pragma unroll
     for (int width = 0; width < kWidths; ++width)
 #pragma unroll
@@ -190,9 +191,8 @@ struct AttentionDecode {
         }
     u32 new_v = 0;  // the columns of V that this thread will merge
     if (is_last) {
-      const size_t row = w.cache + static_cast<size_t>(w.position) * kHeadDim;
-      new_v = *reinterpret_cast<const u32*>(a.v_cache + row + team.thread % kPairs * 2);
-      score_new(a, w, a.k_cache + row, team, scratch);
+      new_v = *reinterpret_cast<const u32*>(fresh.v + team.thread % kPairs * 2);
+      score_new(a, w, fresh, team, scratch);
     }
 #pragma unroll 1
     for (int chunk = w.first; chunk < w.last; ++chunk) {
@@ -223,10 +223,51 @@ struct AttentionDecode {
     if constexpr (kMerge)
       merge(a, w, new_v, team, scratch, policy.together());
     else
-      store_range(a, w, new_v, team, scratch);
+      store_range(a, w, new_v, team, scratch, policy);
   }
 
  private:
+  // What the kernel before made for this task: the rows of its heads of q; of its KV head's k and v, for the last range, the new position's.
+  struct Fresh {
+    const bf16 *q, *k, *v;
+  };
+  template <class Policy>
+  static __device__ Fresh take_fresh(const Args& a, const Tile& w, const Team& team, char* scratch, Policy& policy) {
+    if constexpr (!Policy::kPolls) {
+      policy.wait();
+      const size_t row = w.cache + static_cast<size_t>(w.position) * kHeadDim;
+      return {a.q + w.query, a.k_cache + row, a.v_cache + row};
+    } else {
+      // As words: [batch, heads of q, of k, of v, kHeadDim]. They go to the end of the scratch, where all warps find them.
+      constexpr int kUnits = kHeadDim / 8, kRounds = (kHeads + 2) * kUnits / kTeamThreads + 1;
+      const int width = a.kv_heads * a.group * kHeadDim, kv_width = a.kv_heads * kHeadDim, b = w.query / width;
+      const int column = w.query - b * width, kv_column = column / (a.group * kHeadDim) * kHeadDim;
+      const bf16* row = policy.arrivals() + static_cast<size_t>(b) * (width + 2 * kv_width);
+      const int heads = w.num_heads, all = (w.split == a.splits - 1 ? heads + 2 : heads) * kUnits;
+      bf16* taken = reinterpret_cast<bf16*>(scratch) + 2 * (kWays * 2 * kHeads + kTeamWarps * a.heads_per_task * kHeadDim);
+      const auto source = [&](int unit) {
+        const int head = unit / kUnits, from = head < heads    ? column + head * kHeadDim
+                                               : head == heads ? width + kv_column
+                                                               : width + kv_width + kv_column;
+        return row + from + unit % kUnits * 8;
+      };
+      Vec16 v[kRounds];
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int unit = team.thread + i * kTeamThreads;
+        if (unit < all) v[i] = peek_two(source(unit));
+      }
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int unit = team.thread + i * kTeamThreads;
+        take_two(v[i], source(unit), unit < all);
+        if (unit < all) *reinterpret_cast<Vec16*>(taken + unit * 8) = v[i];
+      }
+      team.sync();
+      return {taken, taken + heads * kHeadDim, taken + (heads + 1) * kHeadDim};
+    }
+  }
+
   // Scratch: maximum and sum [way][2][kHeads]; outputs [warp][heads_per_task][kHeadDim].
   struct Partial {
     float maximum = -infinity(), sum = 0.f;
@@ -254,7 +295,7 @@ struct AttentionDecode {
   }
 
   // The new position's scores, a warp taking every fourth head.
-  static __device__ void score_new(const Args& a, const Tile& w, const bf16* k, const Team& team, char* scratch) {
+  static __device__ void score_new(const Args& a, const Tile& w, const Fresh& fresh, const Team& team, char* scratch) {
     constexpr int kWords = kHeadDim / 64;  // of two columns, a lane
     float* ml = reinterpret_cast<float*>(scratch) + kTeamWarps * 2 * kHeads;
     const int lane = team.lane();
@@ -266,8 +307,8 @@ struct AttentionDecode {
 #pragma unroll
       for (int c = 0; c < kWords; ++c) {
         const int at = (c * kWarpSize + lane) * 2;
-        const u32 q_pair = *reinterpret_cast<const u32*>(a.q + w.query + head * kHeadDim + at);
-        const u32 k_pair = *reinterpret_cast<const u32*>(k + at);
+        const u32 q_pair = *reinterpret_cast<const u32*>(fresh.q + head * kHeadDim + at);
+        const u32 k_pair = *reinterpret_cast<const u32*>(fresh.k + at);
         score = fmaf(low_to_float(q_pair), low_to_float(k_pair), score);
         score = fmaf(high_to_float(q_pair), high_to_float(k_pair), score);
       }
@@ -301,11 +342,14 @@ struct AttentionDecode {
     return merged;
   }
 
-  static __device__ void store_range(const Args& a, const Tile& w, u32 new_v, const Team& team, const char* scratch) {
+  template <class Policy>
+  static __device__ void store_range(const Args& a, const Tile& w, u32 new_v, const Team& team, const char* scratch,
+                                     Policy& policy) {
     const int pairs = w.num_heads * kPairs, ways = w.split == a.splits - 1 ? kWays : kTeamWarps;
     const int width = a.kv_heads * a.group * kHeadDim, b = w.query / width, column = w.query - b * width;
     u32* out = reinterpret_cast<u32*>(a.partials + (static_cast<size_t>(b) * a.splits + w.split) * width + column);
     float* lse = a.lse + static_cast<size_t>(w.query / kHeadDim) * a.splits + w.split;
+    if constexpr (Policy::kPolls) policy.wait();
 #pragma unroll 1
     for (int pair = team.thread; pair < pairs; pair += kTeamThreads) {
       const Partial mine = merge_ways(a, pair, ways, new_v, scratch);

@@ -42,7 +42,7 @@ struct GateUp : Matvec<kSlots, kStreamX, kChunkK> {
     const float silu = __fdiv_rn(z, 1.f + exp2_approx(z * -1.4426950408889634f));
     const size_t at = static_cast<size_t>(b) * a.n + i;
     const bf16 y = to_bf16(silu * up);
-    if constexpr (Policy::kPosts) post_columns(policy, y, at, mine);
+    if constexpr (Policy::kPosts) post_columns(policy, y, static_cast<int>(at), mine);
     if constexpr (Policy::kPolls) policy.wait();
     if (mine) a.y[at] = y;
   }

@@ -7,7 +7,8 @@
 namespace cuk {
 
 template <int kSlots, bool kStreamX, int kChunkK, bool kNorm, bool kResidual, class Out>
-struct Linear : Projection<kSlots, kStreamX, kChunkK, kNorm, kResidual, Out> {
+struct Linear : Projection<kSlots, kStreamX, kChunkK, kNorm, !kNorm && !kStreamX, kResidual, Out> {
+  using Base = Matvec<kSlots, kStreamX, kChunkK>;
   struct Args {
     const TensorMap* w;
     const bf16 *x, *norm, *residual;
@@ -18,8 +19,7 @@ struct Linear : Projection<kSlots, kStreamX, kChunkK, kNorm, kResidual, Out> {
 
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
-    using Base = Projection<kSlots, kStreamX, kChunkK, kNorm, kResidual, Out>;
-    if constexpr (!(Policy::kPolls && Base::kStagesByChunk)) Base::template prepare_x<kNorm>(a, crew, shared, policy);
+    if constexpr (!(Policy::kPolls && Linear::kStagesByChunk)) Base::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 };
 

@@ -12,7 +12,7 @@
 namespace cuk {
 
 template <int kHeadDim, int kSlots, int kChunkK, bool kResidual, class Out>
-struct MergeLinear : Projection<kSlots, false, kChunkK, false, kResidual, Out> {
+struct MergeLinear : Projection<kSlots, false, kChunkK, false, false, kResidual, Out> {
   using Base = Matvec<kSlots, false, kChunkK>;
   static constexpr int kDepth = 8;  // ranges loaded at a time
 

@@ -25,7 +25,7 @@ struct Qkv : Matvec<kSlots, kStreamX, kChunkK> {
   };
 
   static __device__ int dim(int task, int row) { return task % kTilesPerHead * 4 + row % 4 + row / 4 * (kHeadDim / 2); }
-  // Shared memory after x: rows of the rope table [batch, kHeadDim / 2], positions [batch].
+  // Shared memory after x: rows of the rope table [batch, kHeadDim / 2], positions [batch]; room for whole warps, which take four of each.
   static __device__ int* positions_in(const Args& a, char* shared) {
     return reinterpret_cast<int*>(shared + Base::x_bytes(a.batch, a.k) + a.batch * kHeadDim * 4);
   }
@@ -51,25 +51,30 @@ struct Qkv : Matvec<kSlots, kStreamX, kChunkK> {
   template <class Policy>
   static __device__ void consume(const Args& a, int task, RingConsumer& ring, const Team& team, char* shared, char* scratch,
                                  int iteration, Policy& policy) {
+    float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     const int row = team.thread % kTileRows, b = team.thread / kTileRows;
     const int d = dim(task, row), head = task / kTilesPerHead;
     const bool rotated = head < a.heads + a.kv_heads;
-    float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration);
     if (team.warp() * 4 >= a.batch) return;  // whole warps leave: the pair is exchanged within one
     if (kNorm && b < a.batch) y *= Base::inverse_rms(a, team, shared, scratch, iteration);
     const float pair = __shfl_xor_sync(kFullMask, y, 4);
-    if (b >= a.batch) return;
-    if constexpr (Policy::kPolls) policy.wait();
-    const int position = positions_in(a, shared)[b];
+    if (!Policy::kPosts && b >= a.batch) return;
+    const bool mine = b < a.batch;
+    const float2* turns = reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.k));
     const float2 turn =
-        reinterpret_cast<const float2*>(shared + Base::x_bytes(a.batch, a.k))[b * (kHeadDim / 2) + d % (kHeadDim / 2)];
+        turns[b * (kHeadDim / 2) + d % (kHeadDim / 2)];  // of a warp's four b, whatever stands there past the batch
     if (rotated) y = fmaf(y, turn.x, row < 4 ? -(pair * turn.y) : pair * turn.y);
+    const bf16 result = to_bf16(y);
+    if constexpr (Policy::kPosts) post_columns(policy, result, (b * (a.heads + 2 * a.kv_heads) + head) * kHeadDim + d, mine);
+    if constexpr (Policy::kPolls) policy.wait();
+    if (!mine) return;
     if (head < a.heads) {
-      a.q[(static_cast<size_t>(b) * a.heads + head) * kHeadDim + d] = to_bf16(y);
+      a.q[(static_cast<size_t>(b) * a.heads + head) * kHeadDim + d] = result;
     } else {
       const int kv_head = rotated ? head - a.heads : head - a.heads - a.kv_heads;
+      const int position = positions_in(a, shared)[b];
       bf16* cache = rotated ? a.k_cache : a.v_cache;
-      cache[((static_cast<size_t>(b) * a.kv_heads + kv_head) * a.capacity + position) * kHeadDim + d] = to_bf16(y);
+      cache[((static_cast<size_t>(b) * a.kv_heads + kv_head) * a.capacity + position) * kHeadDim + d] = result;
     }
   }
 };

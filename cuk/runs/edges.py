@@ -4,14 +4,12 @@ What orders the words stands in cuda_src/core/sync.cuh: each proves itself, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuk.program import Op, Program
-from cuk.task import ceil_div, round_up
+from cuk.task import round_up
 
-COLUMNS_OF_WORD = 4
 _ALIGN_WORDS = 16  # 128 bytes: two edges never share a line
 
 
@@ -37,11 +35,11 @@ NO_WORDS = Words()
 
 def has_words(writer: Op, reader: Op) -> bool:
     """Whether `reader`, the op right behind `writer`, can take its input as the words that `writer` posts."""
-    out, into = writer.task.posts, reader.task.polls
-    if out is None or into is None:
+    posted = [writer.views[name] for name in writer.task.posts]
+    polled = [reader.views[name] for name in reader.task.polls]
+    if not posted or len(posted) != len(polled):
         return False
-    posted, polled = writer.views[out], reader.views[into]
-    return posted.buffer.name == polled.buffer.name and posted.index == polled.index
+    return all((out.buffer.name, out.index) == (into.buffer.name, into.index) for out, into in zip(posted, polled, strict=True))
 
 
 def words_of(program: Program) -> tuple[list[Words], int]:
@@ -54,10 +52,8 @@ def words_of(program: Program) -> tuple[list[Words], int]:
     for i in range(len(ops) - 2):
         edge = None
         if has_words(ops[i], ops[i + 1]):
-            view = ops[i].views[ops[i].task.posts]
-            count = ceil_div(math.prod(view.shape), COLUMNS_OF_WORD)
-            edge = (total, count)
-            total += round_up(count, _ALIGN_WORDS)
+            edge = (total, ops[i].task.words)
+            total += round_up(edge[1], _ALIGN_WORDS)
         edges.append(edge)
 
     def edge_from(index: int) -> tuple[int, int] | None:

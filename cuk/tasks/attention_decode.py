@@ -84,8 +84,14 @@ class AttentionDecode(Task):
 
     @property
     def scratch_bytes(self) -> int:
-        """Maxima, sums and outputs of four warps, maximum and sum of the new position (see the device file)."""
-        return round_up(4 * (5 * 2 * HEADS_PER_TASK + 4 * self.heads_per_task * self.head_dim), 128)
+        """Maxima, sums and outputs of four warps, maximum and sum of the new position; q, k and v where they come as words (see the device file)."""
+        fresh = (self.heads_per_task + 2) * self.head_dim * 2 if self.polls else 0
+        return round_up(4 * (5 * 2 * HEADS_PER_TASK + 4 * self.heads_per_task * self.head_dim) + fresh, 128)
+
+    @property
+    def polls(self) -> tuple[str, ...]:
+        """Not where siblings exchange words of their own, which all layers share: an early start might find those of the layer before."""
+        return () if self.merge else ("q", "k_cache", "v_cache")
 
     @property
     def operands(self) -> dict[str, Operand]:

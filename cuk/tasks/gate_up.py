@@ -51,8 +51,8 @@ class GateUp(MatvecTask):
         return self.weight_map(self.n, 2)
 
     @property
-    def posts(self) -> str | None:
-        return "y" if self.n % PAIRS == 0 else None
+    def posts(self) -> tuple[str, ...]:
+        return ("y",) if self.n % PAIRS == 0 else ()
 
     @property
     def num_tasks(self) -> int:

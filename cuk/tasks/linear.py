@@ -56,8 +56,8 @@ class Linear(MatvecTask):
         return self.weight_map(self.n)
 
     @property
-    def posts(self) -> str | None:
-        return "y" if self.out == "bfloat16" and self.n % TILE_ROWS == 0 else None
+    def posts(self) -> tuple[str, ...]:
+        return ("y",) if self.out == "bfloat16" and self.n % TILE_ROWS == 0 else ()
 
     @property
     def staged_chunks(self) -> int:

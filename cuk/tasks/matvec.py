@@ -60,8 +60,8 @@ class MatvecTask(Task):
         return tasks * ceil_div(self.k, self.chunk_k)
 
     @property
-    def polls(self) -> str | None:
-        return None if self.stream_x else "x"
+    def polls(self) -> tuple[str, ...]:
+        return () if self.stream_x else ("x",)
 
     @property
     def max_registers(self) -> int:

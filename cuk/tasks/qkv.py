@@ -51,12 +51,21 @@ class Qkv(MatvecTask):
 
     @property
     def shared_bytes(self) -> int:
-        """x and its sums, the positions' rows of the rope table, the positions."""
-        return super().shared_bytes + round_up(16 + self.batch * (4 * self.head_dim + 4), 128)
+        """x and its sums, the positions' rows of the rope table and the positions, with room for a batch of whole fours."""
+        return super().shared_bytes + round_up(16 + round_up(self.batch, 4) * (4 * self.head_dim + 4), 128)
 
     @property
     def rows(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def posts(self) -> tuple[str, ...]:
+        return "q", "k_cache", "v_cache"
+
+    @property
+    def words(self) -> int:
+        """Of the new position's rows alone: [batch, heads of q, of k, of v, head_dim]."""
+        return self.batch * self.rows // 4
 
     @property
     def operands(self) -> dict[str, Operand]:

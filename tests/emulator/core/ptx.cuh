@@ -89,10 +89,10 @@ inline bool (*on_stuck)() = nullptr;
 inline void yield() { swapcontext(&cta->fibers[cta->current].context, &cta->scheduler); }
 inline void event() { ++cta->events; }
 
-// True in the last of `count` to come; the others wait for it.
-inline void meet(Rendezvous& at, int count) {
+// Waits until `count` have come. Quiet: no event, since nothing comes of it by itself (a loop that looks again and again meets so).
+inline void meet(Rendezvous& at, int count, bool quiet = false) {
   const long generation = at.generation;
-  event();
+  if (!quiet) event();
   if (++at.waiting == count) {
     at.waiting = 0;
     ++at.generation;
@@ -121,12 +121,12 @@ struct Gathered {
   }
 };
 template <class T>
-inline Gathered<T> gather(const T& mine) {
+inline Gathered<T> gather(const T& mine, bool quiet = false) {
   static_assert(sizeof(T) <= 64, "a slot holds 64 bytes");
   Warp& warp = cta->warps[cta->current / 32];
   unsigned char (*slots)[64] = warp.slots[warp.meeting.generation & 1];
   std::memcpy(slots[cta->current % 32], &mine, sizeof(T));
-  meet(warp.meeting, 32);
+  meet(warp.meeting, 32, quiet);
   return {slots};
 }
 
@@ -249,6 +249,13 @@ inline void __syncthreads() { emulator::meet(emulator::cta->barriers[0], blockDi
 inline void __syncwarp() { emulator::gather(0); }
 inline float __shfl_xor_sync(unsigned, float v, int mask) { return emulator::gather(v)[(emulator::cta->current % 32) ^ mask]; }
 inline int __shfl_xor_sync(unsigned, int v, int mask) { return emulator::gather(v)[(emulator::cta->current % 32) ^ mask]; }
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const auto all = emulator::gather(v, true);
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(all[lane]) << lane;
+  return lanes;
+}
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline float __shfl_sync(unsigned, float v, int lane) { return emulator::gather(v)[lane % 32]; }
 inline unsigned __float_as_uint(float v) {
   unsigned u;
