@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuk.program import Init, Program
 from cuk.task import Task
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
+from cuk.tasks import Advance, Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
 from cuk.tasks.matvec import streams_x
 
 
@@ -130,7 +130,19 @@ def argmaxes(draw):
     return alone(Argmax(batch=batch, vocab=vocab), logits=logits)
 
 
+@st.composite
+def advances(draw):
+    batch, columns = draw(batches), draw(st.integers(1, 9))
+
+    def drawn(low, high):
+        return np.array(draw(st.lists(st.integers(low, high), min_size=batch, max_size=batch)), np.int32)
+
+    task = Advance(batch=batch, columns=columns)
+    history = np.arange(batch * columns).reshape(columns, batch)
+    return alone(task, drawn(0, columns - 1), history=history, chosen=drawn(0, 99), lengths=drawn(1, columns), ends=drawn(1, columns))
+
+
 PROGRAMS = {
     "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "qk_norm": qk_norms(), "attention": attentions(), "merge_linear": merge_linears(), "embed": embeds(), "rms_norm": rms_norms(),
-    "argmax": argmaxes(),
+    "argmax": argmaxes(), "advance": advances(),
 }  # fmt: skip

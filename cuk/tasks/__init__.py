@@ -1,5 +1,6 @@
 """The operators: one file each, with the stem of its device file in cuda_src/tasks."""
 
+from cuk.tasks.advance import Advance
 from cuk.tasks.argmax import Argmax
 from cuk.tasks.attention_decode import AttentionDecode
 from cuk.tasks.embed import Embed
@@ -10,4 +11,4 @@ from cuk.tasks.qk_norm import QkNorm
 from cuk.tasks.qkv import Qkv
 from cuk.tasks.rms_norm import RmsNorm
 
-__all__ = ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "QkNorm", "Qkv", "RmsNorm"]
+__all__ = ["Advance", "Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "QkNorm", "Qkv", "RmsNorm"]

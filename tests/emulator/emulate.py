@@ -90,13 +90,14 @@ class EmulatedRun:
         pdl: bool = False,
         ahead_bytes: int = 0,
         ahead_early: bool = False,
+        buffers: dict | None = None,
         **switches,
     ):
         self.program = program
         self.machine = dataclasses.replace(Machine.load("h200"), num_sms=num_sms)
         self.seed = seed
         self.buffers = {}
-        for name, array in numpy_buffers(program, seed).items():
+        for name, array in numpy_buffers(program, seed, buffers).items():
             # Room behind it that belongs to it, aligned as a GPU allocation is.
             room = np.zeros(array.nbytes + 128 + 256, np.uint8)
             start = -room.ctypes.data % 256
@@ -114,6 +115,11 @@ class EmulatedRun:
         ]
         self.asks = sum(ask is not None for ask in asks)
         self.launches = [self._prepare(op, fit, w, libraries[op.kind]) for op, fit, w in zip(program.ops, fits, words, strict=True)]
+
+    def __call__(self) -> None:
+        """One step."""
+        for launch in self.launches:
+            launch()
 
     def synchronize(self) -> None:
         """Nothing is pending: a launch returns when it is done."""

@@ -44,13 +44,7 @@ def test_a_model(head_dim, batch, context, qk_norm):
 def test_bits_do_not_depend_on_teams_stages_or_sms():
     """The order of every sum is the op's own."""
     program = llama(SMALL, batch=2, context=90)
-
-    class Whole(EmulatedRun):
-        def __call__(self):
-            for launch in self.launches:
-                launch()
-
-    first = Whole(program)
+    first = EmulatedRun(program)
     first()
     for switches in [
         dict(num_sms=1),
@@ -59,7 +53,7 @@ def test_bits_do_not_depend_on_teams_stages_or_sms():
         dict(stages=1),
         dict(stages=2, pdl=True, prefetch=1),
     ]:
-        check_bitwise(Whole(program, **switches), first)
+        check_bitwise(EmulatedRun(program, **switches), first)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuk.task import pack_args, round_bf16, widen
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
+from cuk.tasks import Advance, Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
 
 batches = st.integers(1, 16)
 eights = st.integers(1, 40).map(lambda i: 8 * i)
@@ -32,6 +32,7 @@ def tasks(draw):
                 Embed(batch=batch, vocab=draw(st.integers(1, 50)), hidden=k),
                 RmsNorm(batch=batch, k=k),
                 Argmax(batch=batch, vocab=draw(st.integers(1, 5000))),
+                Advance(batch=batch, columns=capacity),
             ]
         )
     )  # fmt: skip
