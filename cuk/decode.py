@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuk.runs.base import Run
+from cuk.tasks.nucleus import keep_of, scale_of
 
 LOOK_EVERY = 8
 """Steps between two looks at what was decoded: the host learns of a stop token so many steps late, and of as many for each of LOOKS_AHEAD."""
@@ -97,6 +98,14 @@ class Decoder:
             history[: len(prompt), b] = prompt
             lengths[b], ends[b] = len(prompt), request.ends[b]
         state = {"history": history, "lengths": lengths, "ends": ends, "positions": np.zeros(self.batch, np.int32), "tokens": history[0]}
+        if self.run.program.meta.get("sampled"):
+            scale = np.zeros(self.batch, np.float32)
+            scale[: len(request.prompts)] = scale_of(request.temperature)
+            state |= {
+                "scale": scale,
+                "keep": np.full(self.batch, keep_of(request.top_p), np.uint64),
+                "seed": np.full(1, request.seed, np.uint64),
+            }
         for name, value in state.items():
             _put(self.run.buffers[name], value)
 

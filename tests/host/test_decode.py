@@ -92,7 +92,7 @@ def test_a_stream_hands_over_what_decode_returns(reference, every):
     decoder = Decoder(reference)
     whole = decoder.decode([[3, 9, 8], [4]], 9)
     pieces = list(decoder.stream([[3, 9, 8], [4]], 9, every=every))
-    assert [sum((piece[b] for piece in pieces), []) for b in range(2)] == whole
+    assert [[token for piece in pieces for token in piece[b]] for b in range(2)] == whole
     assert len(pieces) == -(-11 // every)
 
 

@@ -25,7 +25,7 @@ PROGRAMS = {
     "qwen3": llama("qwen3-0.6b"),
     "x through the ring": llama(WIDE, batch=16, context=10),
     "chain": chain([(384, 256), (256, 256)]),
-    "decoding": decoding(llama("llama-3.2-1b", batch=2)),
+    "decoding": decoding(llama("llama-3.2-1b", batch=2), sampled=True),
 }
 MACHINE = Machine.load("h200")
 CASES = [(name, kind, op) for name, p in PROGRAMS.items() for kind, op in {op.kind: op for op in p.ops}.items()]

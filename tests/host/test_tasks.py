@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuk.task import pack_args, round_bf16, widen
-from cuk.tasks import Advance, Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
+from cuk.tasks import Advance, Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Nucleus, QkNorm, Qkv, RmsNorm, Sample
 
 batches = st.integers(1, 16)
 eights = st.integers(1, 40).map(lambda i: 8 * i)
@@ -33,9 +33,13 @@ def tasks(draw):
                 RmsNorm(batch=batch, k=k),
                 Argmax(batch=batch, vocab=draw(st.integers(1, 5000))),
                 Advance(batch=batch, columns=capacity),
+                Sample(batch=batch, vocab=draw(st.integers(1, 5000))),
             ]
         )
     )  # fmt: skip
+
+
+nuclei = st.builds(Nucleus, batch=batches, vocab=st.integers(1, 5000), low=st.booleans())  # whose tasks add to the same bins
 
 
 @settings(deadline=None, max_examples=150)
@@ -51,7 +55,7 @@ def test_tiles_cover_each_output_once(task):
 
 
 @settings(deadline=None, max_examples=100)
-@given(tasks())
+@given(st.one_of(tasks(), nuclei))
 def test_regions_lie_within_their_operands(task):
     for index in {0, task.num_tasks // 2, task.num_tasks - 1}:
         for region in task.reads(index) + task.writes(index):
@@ -61,7 +65,7 @@ def test_regions_lie_within_their_operands(task):
 
 
 @settings(deadline=None, max_examples=100)
-@given(tasks())
+@given(st.one_of(tasks(), nuclei))
 def test_arguments_name_every_field(task):
     assert {f.name for f in task.fields} >= set(task.operands) | set(task.scalars)
     values = {f.name: 0 for f in task.fields if f.kind == "ptr"} | task.scalars
