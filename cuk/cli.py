@@ -22,6 +22,7 @@ EXAMPLES = {
     "compare": """examples:
   cuk compare llama-3.2-1b
   cuk compare llama-3.2-1b --context 16384 --runs graph,pdl
+  cuk compare llama-3.2-1b --context 64,512,4096,16384
   cuk compare llama-3.1-8b --batch 4 --rivals torch_graph,torch_compile
   cuk compare chain --json""",
     "doctor": """examples:
@@ -44,8 +45,10 @@ def parser() -> argparse.ArgumentParser:
 
     c = command("compare", "Time a program in several runs beside the measured floor; without a GPU, size it up on a stored machine.")
     c.add_argument("program", metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}")
-    c.add_argument("--batch", type=int, default=1, help="sequences, 1 to 16 (default 1)")
-    c.add_argument("--context", type=int, default=1024, help="tokens already in the KV cache (default 1024)")
+    c.add_argument("--batch", type=int, help="sequences, 1 to 16 (default: as many as contexts are given)")
+    c.add_argument(
+        "--context", default="1024", metavar="N[,N…]", help="tokens already in the KV cache, for all sequences or for each (default 1024)"
+    )
     c.add_argument(
         "--runs",
         default=",".join(RUNS),
@@ -64,12 +67,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def program_of(name: str, batch: int, context: int) -> Program:
-    """The program of that name. Raises ValueError listing the known ones."""
+def program_of(name: str, batch: int | None, context: str) -> Program:
+    """The program of that name. Raises ValueError listing the known ones, or for a context that is no number."""
+    try:
+        contexts = [int(part) for part in context.split(",")]
+    except ValueError:
+        raise ValueError(f"--context {context!r}: must be a number, or one for each sequence with commas between them") from None
     if name == "chain":
-        return chain(LLAMA_1B, batch=batch, layers=16)
+        return chain(LLAMA_1B, batch=batch or 1, layers=16)
     if name in MODELS:
-        return llama(name, batch=batch, context=context)
+        return llama(name, batch=batch or len(contexts), context=contexts if len(contexts) > 1 else contexts[0])
     raise ValueError(f"unknown program {name!r}: known ones are {', '.join(PROGRAMS)}")
 
 

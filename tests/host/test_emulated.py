@@ -36,7 +36,9 @@ def test_x_that_comes_through_the_ring(batch, k):
         check_by_op(EmulatedRun(alone(task), pdl=True, prefetch=prefetch))
 
 
-@pytest.mark.parametrize(("head_dim", "batch", "context", "qk_norm"), [(64, 1, 100, False), (128, 3, 70, True), (64, 2, 0, False)])
+@pytest.mark.parametrize(("head_dim", "batch", "context", "qk_norm"), [
+    (64, 1, 100, False), (128, 3, 70, True), (64, 2, 0, False), (64, 3, (5, 0, 700), False), (128, 2, (900, 33), True), (64, 2, (5000, 2), False),
+])  # fmt: skip
 def test_a_model(head_dim, batch, context, qk_norm):
     check_by_op(EmulatedRun(llama({**SMALL, "head_dim": head_dim, "qk_norm": qk_norm}, batch=batch, context=context)))
 

@@ -94,6 +94,10 @@ def test_round_bf16_is_what_ml_dtypes_does(values):
         (lambda: GateUp(batch=1, n=8, k=12), "k=12"),
         (lambda: Qkv(batch=1, k=64, heads=4, kv_heads=2, head_dim=80, capacity=64), "head_dim=80: must be one of"),
         (lambda: AttentionDecode(batch=1, kv_heads=1, group=1, head_dim=64, capacity=64, context=64), "context=64"),
+        (
+            lambda: AttentionDecode(batch=2, kv_heads=1, group=1, head_dim=64, capacity=64, context=9, contexts=(9,)),
+            "must be one for each of 2 sequences, from 0 to context=9",
+        ),
         (lambda: MergeLinear(batch=1, n=8, k=96, head_dim=64, splits=2), "k=96: must be a positive multiple of 64"),
         (lambda: MergeLinear(batch=16, n=8, k=8192, head_dim=64, splits=2), "let attention merge"),
         (lambda: MergeLinear(batch=1, n=8, k=64, head_dim=64, splits=0), "splits=0"),
