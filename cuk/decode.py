@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cuk.program import Program
 from cuk.runs.base import Run
 from cuk.tasks.nucleus import keep_of, scale_of
 
@@ -35,6 +36,49 @@ class Request:
         """Steps of the whole batch: each sequence's last token is chosen by the step of the token before it."""
         return max(self.ends) - 1
 
+    def mean_contexts(self, steps: int, batch: int) -> list[int]:
+        """The old positions of each of a run's `batch` sequences, on average over the first `steps` steps, rounded."""
+        ends = [*self.ends, *(1,) * (batch - len(self.ends))]
+        return [round(sum(min(step, end - 1) for step in range(steps)) / steps) for end in ends]
+
+
+def request(
+    program: Program, prompts: Sequence[Sequence[int]], tokens: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
+    stop: Collection[int] = (),
+) -> Request:  # fmt: skip
+    """The request, checked against a `programs.decoding` program, without touching anything.
+
+    prompts: one to batch of them, each of at least one token. tokens: how many to decode after each. temperature: 0 takes the likeliest. top_p: of
+    the likeliest tokens, as many are drawn from as have this share of the probability. stop: tokens that end a sequence, which they are the
+    last of. Raises ValueError naming what is out of range, or what does not fit the KV cache."""
+    batch, capacity, vocab = (program.meta[name] for name in ("batch", "capacity", "vocab"))
+    given = tuple(tuple(int(token) for token in prompt) for prompt in prompts)
+    if not 1 <= len(given) <= batch:
+        raise ValueError(f"{len(given)} prompts: this run decodes 1 to {batch} at a time; build the program with batch={len(given)}")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}: must be at least 1")
+    for i, prompt in enumerate(given):
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty: give at least one token, such as the model's beginning of text")
+        bad = next((token for token in prompt if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise ValueError(f"prompt {i}: token {bad} must be from 0 to {vocab - 1}")
+        if (needed := len(prompt) + tokens) > capacity:
+            raise ValueError(
+                f"prompt {i}: its {len(prompt)} tokens and {tokens} to decode need {needed} rows of the KV cache, which has {capacity}; build the "
+                f"program with capacity={needed} or more, or decode fewer"
+            )
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature={temperature}: must be 0 (the likeliest token) or above")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0, up to 1 (all tokens)")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed}: must be from 0 to 2^64 - 1")
+    if temperature > 0 and not program.meta.get("sampled"):
+        raise ValueError(f"temperature={temperature}: this run takes the likeliest token; build it from decoding(program, sampled=True)")
+    ends = tuple(len(prompt) + tokens for prompt in given)
+    return Request(given, ends, float(temperature), float(top_p), int(seed), frozenset(int(token) for token in stop))
+
 
 class Decoder:
     """Decodes with a run of a `programs.decoding` program. Prompts go through the decode step, a token a step, and embedding, position and
@@ -43,52 +87,17 @@ class Decoder:
     steps go on, at most LOOKS_AHEAD looks behind. What was enqueued beyond a stop token runs and is dropped.
 
     The draws of a sampled token depend on seed, position and sequence (its place among the prompts), and on the logits' bits, which every
-    run shares. Raises ValueError for a run of another program."""
+    run shares. `steps`: how many the last call has enqueued. Raises ValueError for a run of another program."""
 
     def __init__(self, run: Run):
         if not run.program.meta.get("decoding"):
             raise ValueError(f"{run!r} is one step and no loop: build it from cuk.programs.decoding(program)")
-        self.run = run
-        self.batch, self.capacity, self.vocab = (run.program.meta[name] for name in ("batch", "capacity", "vocab"))
+        self.run, self.steps = run, 0
+        self.batch, self.capacity = run.program.meta["batch"], run.program.meta["capacity"]
 
-    # ---- the request ----
-    def request(
-        self, prompts: Sequence[Sequence[int]], tokens: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
-        stop: Collection[int] = (),
-    ) -> Request:  # fmt: skip
-        """The request, checked. prompts: one to batch of them, each of at least one token. tokens: how many to decode after each. temperature:
-        0 takes the likeliest. top_p: of the likeliest tokens, as many are drawn from as have this share of the probability. stop: tokens that
-        end a sequence, which they are the last of. Raises ValueError naming what is out of range, or what does not fit the KV cache."""
-        given = tuple(tuple(int(token) for token in prompt) for prompt in prompts)
-        if not 1 <= len(given) <= self.batch:
-            raise ValueError(
-                f"{len(given)} prompts: this run decodes 1 to {self.batch} at a time; build the program with batch={len(given)}"
-            )
-        if tokens < 1:
-            raise ValueError(f"tokens={tokens}: must be at least 1")
-        for i, prompt in enumerate(given):
-            if not prompt:
-                raise ValueError(f"prompt {i} is empty: give at least one token, such as the model's beginning of text")
-            bad = next((token for token in prompt if not 0 <= token < self.vocab), None)
-            if bad is not None:
-                raise ValueError(f"prompt {i}: token {bad} must be from 0 to {self.vocab - 1}")
-            if len(prompt) + tokens > self.capacity:
-                raise ValueError(
-                    f"prompt {i}: its {len(prompt)} tokens and {tokens} to decode need {len(prompt) + tokens} rows of the KV cache, which has "
-                    f"{self.capacity}; build the program with capacity={len(prompt) + tokens} or more, or decode fewer"
-                )
-        if not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature={temperature}: must be 0 (the likeliest token) or above")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p}: must be above 0, up to 1 (all tokens)")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"seed={seed}: must be from 0 to 2^64 - 1")
-        if temperature > 0 and not self.run.program.meta.get("sampled"):
-            raise ValueError(
-                f"temperature={temperature}: this run takes the likeliest token; build it from decoding(program, sampled=True)"
-            )
-        ends = tuple(len(prompt) + tokens for prompt in given)
-        return Request(given, ends, float(temperature), float(top_p), int(seed), frozenset(int(token) for token in stop))
+    def request(self, prompts: Sequence[Sequence[int]], tokens: int, **choice: Any) -> Request:
+        """What `request` says of this run's program."""
+        return request(self.run.program, prompts, tokens, **choice)
 
     def start(self, request: Request) -> None:
         """Puts the sequences at their first position: what the next step does is the request's first."""
@@ -112,9 +121,9 @@ class Decoder:
     # ---- the loop ----
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int, **choice: Any) -> list[list[int]]:
         """The decoded tokens of each prompt, at most `tokens` and none after a stop token. `choice`: as `request` takes it."""
-        request = self.request(prompts, tokens, **choice)
-        decoded: list[list[int]] = [[] for _ in request.prompts]
-        for pieces in self._loop(request, LOOK_EVERY if request.stop else request.steps):
+        asked = self.request(prompts, tokens, **choice)
+        decoded: list[list[int]] = [[] for _ in asked.prompts]
+        for pieces in self.run_request(asked, LOOK_EVERY if asked.stop else asked.steps):
             for tokens_of, piece in zip(decoded, pieces, strict=True):
                 tokens_of += piece
         return decoded
@@ -124,25 +133,26 @@ class Decoder:
         is checked before this returns."""
         if every < 1:
             raise ValueError(f"every={every}: must be at least 1 step")
-        return self._loop(self.request(prompts, tokens, **choice), every)
+        return self.run_request(self.request(prompts, tokens, **choice), every)
 
-    def _loop(self, request: Request, every: int) -> Iterator[list[list[int]]]:
+    def run_request(self, request: Request, every: int = LOOK_EVERY) -> Iterator[list[list[int]]]:
+        """Yields as `stream` does, for a request that has been checked."""
         looker = _looker(self.run.buffers["history"])
         open_ = [True] * len(request.prompts)
         asked: deque[tuple[int, int, Any]] = deque()
         with looker.on_stream():
             self.start(request)
-        done = 0
+        self.steps = 0
         try:
-            while any(open_) and (done < request.steps or asked):
-                if done < request.steps:
-                    count = min(every, request.steps - done)
+            while any(open_) and (self.steps < request.steps or asked):
+                if self.steps < request.steps:
+                    rows = self.steps + 1, min(self.steps + every, request.steps) + 1
                     with looker.on_stream():
-                        for _ in range(count):
+                        for _ in range(*rows):
                             self.run()
-                    asked.append((done + 1, done + count + 1, looker.ask(done + 1, done + count + 1)))
-                    done += count
-                    if len(asked) <= LOOKS_AHEAD and done < request.steps:
+                    self.steps = rows[1] - 1
+                    asked.append((*rows, looker.ask(*rows)))
+                    if len(asked) <= LOOKS_AHEAD and self.steps < request.steps:
                         continue
                 first, last, ticket = asked.popleft()
                 yield self._taken(request, first, looker.take(first, last, ticket), open_)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from cuk.program import Init, Op, Program, View
-from cuk.tasks import Advance, Nucleus, Sample
+from cuk.tasks import Advance, AttentionDecode, Nucleus, Sample
 from cuk.tasks.nucleus import BINS, keep_of, scale_of
 
 LOOPED = ("tokens", "positions", "next_tokens")
@@ -60,3 +61,12 @@ def decoding(step: Program, *, sampled: bool = False) -> Program:
         positions=program.buffers["positions"], tokens=program.buffers["tokens"],
     )  # fmt: skip
     return program
+
+
+def bytes_at(program: Program, contexts: Sequence[int]) -> int:
+    """Bytes that a step of a llama program must move (`Program.min_bytes`) when its sequences have so many old positions."""
+    changed = {"context": max(contexts), "contexts": tuple(contexts)}
+    return sum(
+        op.min_bytes + (replace(op.task, **changed).min_bytes - op.task.min_bytes if isinstance(op.task, AttentionDecode) else 0)
+        for op in program.ops
+    )

@@ -70,7 +70,7 @@ def test_unequal_contexts_on_the_command_line(capsys):
     assert sum(row["bytes"] for row in found["ops"]) == llama("llama-3.2-1b", batch=3, context=(64, 512, 4096)).min_bytes
 
 
-@pytest.mark.parametrize("name", ["compare", "doctor"])
+@pytest.mark.parametrize("name", ["compare", "decode", "doctor"])
 def test_the_examples_of_the_help_parse(name, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([name, "--help"])

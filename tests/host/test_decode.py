@@ -1,8 +1,13 @@
 """The decode loop against one that the host drives token by token; what it refuses; how tokens are handed over."""
 
+import ctypes
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from cuk import decode
 from cuk.decode import Decoder
 from cuk.programs import chain, decoding, llama
 from cuk.runs import build
@@ -147,3 +152,67 @@ def test_programs_that_cannot_be_looped():
         decoding(chain([(64, 64)]))
     with pytest.raises(ValueError, match="cannot be looped"):
         decoding(decoding(tiny()))
+
+
+def test_looks_go_by_a_stream_of_their_own(monkeypatch, reference):
+    """What is enqueued where: each copy waits for the steps before it, no step for a copy, and the host for a copy only two looks later."""
+    log, expected = [], Decoder(reference).decode([[3], [4, 5]], 6)
+
+    class Event:
+        def synchronize(self):
+            log.append("host waits")
+
+    class Stream:
+        ptr = 7
+
+        def __init__(self, non_blocking=False):
+            self.name = "copies" if non_blocking else "steps"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def record(self):
+            return Event()
+
+        def wait_event(self, event):
+            log.append(f"{self.name} waits")
+
+        def synchronize(self):
+            log.append(f"{self.name} drained")
+
+    def copy(to, source, size, kind, stream):
+        log.append(f"copy {size}")
+        ctypes.memmove(to, source, size)
+
+    class Array(np.ndarray):  # NumPy's memory under CuPy's names
+        @property
+        def data(self):
+            return SimpleNamespace(ptr=self.ctypes.data)
+
+        def set(self, value):
+            self[...] = value
+
+    cuda = SimpleNamespace(get_current_stream=Stream, Stream=Stream, runtime=SimpleNamespace(memcpyAsync=copy, memcpyDeviceToHost=2))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(empty_pinned=np.empty))
+
+    class Device:
+        program = reference.program
+        buffers = {**reference.buffers, "history": np.zeros((24, 2), np.int32).view(Array)}
+
+        def __call__(self):
+            log.append("step")
+            reference.buffers["history"][...] = self.buffers["history"]
+            reference()
+            self.buffers["history"][...] = reference.buffers["history"]
+
+    monkeypatch.setattr(decode, "_looker", decode._DeviceLooker)
+    pieces = list(Decoder(Device()).stream([[3], [4, 5]], 6, every=2))
+    tokens = [[token for piece in pieces for token in piece[b]] for b in range(2)]
+    look = ["step", "step", "copies waits", "copy 16"]
+    assert log == [*look * 3, "host waits", "step", "copies waits", "copy 8", *["host waits"] * 3, "copies drained"]
+    assert tokens == expected
