@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOME = {
+    "Decoder": "cuk.decode",
     "Launch": "cuk.launch",
     "Machine": "cuk.machine",
     "Program": "cuk.program",

@@ -40,7 +40,7 @@ class Checkpoint:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise FileNotFoundError(f"{directory}: no such directory; give one that holds config.json and model.safetensors")
-        self.config = _read_json(self.directory / "config.json")
+        self.config = read_json(self.directory / "config.json")
         self.tensors: dict[str, Tensor] = {}
         whole, index = self.directory / "model.safetensors", self.directory / "model.safetensors.index.json"
         if whole.exists():
@@ -57,7 +57,7 @@ class Checkpoint:
             self.tensors[tensor.name] = tensor
 
     def _add_sharded(self, index: Path) -> None:
-        where = _read_json(index).get("weight_map")
+        where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
             raise CheckpointError(f"{index}: field 'weight_map' must give each tensor's file")
         for name in sorted(set(where.values())):
@@ -100,7 +100,7 @@ class Checkpoint:
         return f"<Checkpoint {self.directory}: {len(self.tensors)} tensors in {len({t.file for t in self.tensors.values()})} files>"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

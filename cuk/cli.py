@@ -1,20 +1,29 @@
-"""The command line: `cuk compare PROGRAM`, `cuk doctor`. Exit code 0: done; 1: a run is impossible or failed its check; 2: bad usage."""
+"""The command line: `cuk compare PROGRAM`, `cuk decode`, `cuk doctor`. Exit code 0: done; 1: a run is impossible, failed its check, or a file
+is missing; 2: bad usage, or a file that is not what it should be."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
+from cuk.bench import measure_floor
 from cuk.compare import RUNS, compare, has_gpu, size_up
+from cuk.decode import Decoder, Request, request
 from cuk.doctor import examine
+from cuk.launch import gpu_missing
 from cuk.program import Program
-from cuk.programs import MODELS, chain, llama
+from cuk.programs import MODELS, chain, decoding, llama
 from cuk.programs.chain import LLAMA_1B
+from cuk.programs.decoding import bytes_at
 from cuk.rivals import RIVALS
 from cuk.runs import RUNS as KNOWN_RUNS
-from cuk.runs import CheckFailed
+from cuk.runs import CheckFailed, build
+from cuk.text import Spelled, Speller, stop_tokens
 
 PROGRAMS = (*MODELS, "chain")
 
@@ -22,8 +31,14 @@ EXAMPLES = {
     "compare": """examples:
   cuk compare llama-3.2-1b
   cuk compare llama-3.2-1b --context 16384 --runs graph,pdl
+  cuk compare llama-3.2-1b --context 64,512,4096,16384
   cuk compare llama-3.1-8b --batch 4 --rivals torch_graph,torch_compile
   cuk compare chain --json""",
+    "decode": """examples:
+  cuk decode --model ~/models/Llama-3.2-1B --prompt "The capital of France is" --tokens 32
+  cuk decode --model ~/models/Qwen3-0.6B --prompt "Once upon" --prompt "In the year" --temperature 0.8 --top-p 0.95 --seed 7
+  cuk decode --model llama-3.2-1b --ids 1,2,3 --tokens 128 --run graph --json
+  cuk decode --model ./tiny --ids 1 --tokens 8 --run reference""",
     "doctor": """examples:
   cuk doctor
   cuk doctor --json""",
@@ -44,8 +59,10 @@ def parser() -> argparse.ArgumentParser:
 
     c = command("compare", "Time a program in several runs beside the measured floor; without a GPU, size it up on a stored machine.")
     c.add_argument("program", metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}")
-    c.add_argument("--batch", type=int, default=1, help="sequences, 1 to 16 (default 1)")
-    c.add_argument("--context", type=int, default=1024, help="tokens already in the KV cache (default 1024)")
+    c.add_argument("--batch", type=int, help="sequences, 1 to 16 (default: as many as contexts are given)")
+    c.add_argument(
+        "--context", default="1024", metavar="N[,N…]", help="tokens already in the KV cache, for all sequences or for each (default 1024)"
+    )
     c.add_argument(
         "--runs",
         default=",".join(RUNS),
@@ -60,16 +77,32 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--seed", type=int, default=0, help="of the random weights and of the order (default 0)")
     c.add_argument("--device", type=int, help="CUDA device (default: the current one)")
     c.add_argument("--machine", default="h200", help="stored machine to size the program up on without a GPU (default h200)")
+    d = command("decode", "Decode text or tokens with a model's decode step: the loop stays on the GPU.")
+    d.add_argument("--model", required=True, help=f"directory of a Hugging Face checkpoint, or random weights: {', '.join(MODELS)}")
+    d.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to go on with; several are decoded together")
+    d.add_argument("--ids", action="append", default=[], metavar="N,N…", help="the same as tokens, for which no tokenizer is needed")
+    d.add_argument("--tokens", type=int, default=128, help="tokens to decode after each prompt (default 128)")
+    d.add_argument("--run", default="pdl", help=f"one of {', '.join(KNOWN_RUNS)} (default pdl); reference needs no GPU")
+    d.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    d.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that have this share (default 1: all)")
+    d.add_argument("--seed", type=int, default=0, help="of the draws, and of random weights (default 0)")
+    d.add_argument("--stop", metavar="N,N…|none", help="tokens that end a text (default: the checkpoint's eos_token_id)")
+    d.add_argument("--capacity", type=int, help="rows of the KV cache (default: as many as the longest prompt and --tokens need)")
+    d.add_argument("--device", type=int, help="CUDA device (default: the current one)")
     command("doctor", "Say what this machine has and lacks for the runs, and how to get it.")
     return top
 
 
-def program_of(name: str, batch: int, context: int) -> Program:
-    """The program of that name. Raises ValueError listing the known ones."""
+def program_of(name: str, batch: int | None, context: str) -> Program:
+    """The program of that name. Raises ValueError listing the known ones, or for a context that is no number."""
+    try:
+        contexts = [int(part) for part in context.split(",")]
+    except ValueError:
+        raise ValueError(f"--context {context!r}: must be a number, or one for each sequence with commas between them") from None
     if name == "chain":
-        return chain(LLAMA_1B, batch=batch, layers=16)
+        return chain(LLAMA_1B, batch=batch or 1, layers=16)
     if name in MODELS:
-        return llama(name, batch=batch, context=context)
+        return llama(name, batch=batch or len(contexts), context=contexts if len(contexts) > 1 else contexts[0])
     raise ValueError(f"unknown program {name!r}: known ones are {', '.join(PROGRAMS)}")
 
 
@@ -77,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     given = parser().parse_args(arguments)
     try:
-        return {"compare": run_compare, "doctor": run_doctor}[given.command](given)
-    except (ValueError, RuntimeError, MemoryError, CheckFailed, ImportError) as error:
+        return {"compare": run_compare, "decode": run_decode, "doctor": run_doctor}[given.command](given)
+    except (ValueError, RuntimeError, MemoryError, CheckFailed, ImportError, OSError) as error:
         print(f"cuk {given.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
@@ -119,6 +152,108 @@ def run_compare(given: argparse.Namespace) -> int:
     else:
         table.print()
     return 0
+
+
+def _tokens(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag} {text!r}: must be tokens with commas between them, such as 1,2,3") from None
+
+
+def run_decode(given: argparse.Namespace) -> int:
+    if given.run not in KNOWN_RUNS:
+        raise ValueError(f"unknown run {given.run!r}: known ones are {', '.join(KNOWN_RUNS)}")
+    if not given.prompt and not given.ids:
+        raise ValueError("nothing to go on with: give --prompt TEXT, or --ids N,N,…")
+    named = given.model in MODELS
+    if not named and not Path(given.model).is_dir():
+        raise FileNotFoundError(f"--model {given.model}: no such directory, nor one of {', '.join(MODELS)}")
+    if named and given.prompt:
+        raise ValueError(f"--prompt: {given.model} has random weights and no tokenizer; give --ids")
+    speller = Speller(given.model) if given.prompt else None
+    prompts = [speller.tokens(text) for text in given.prompt] if speller else []
+    prompts += [_tokens(text, "--ids") for text in given.ids]
+    stop: tuple[int, ...] = () if named or given.stop == "none" else stop_tokens(given.model)
+    if given.stop not in (None, "none"):
+        stop = tuple(_tokens(given.stop, "--stop"))
+    if speller is None and not named:
+        with contextlib.suppress(ImportError, FileNotFoundError):  # tokens are printed then
+            speller = Speller(given.model)
+    needed = max(map(len, prompts)) + max(given.tokens, 1)
+    sizes = {"batch": len(prompts), "context": needed - 1, "capacity": given.capacity or needed}
+    if given.run != "reference" and (missing := gpu_missing()):
+        raise RuntimeError(f"run {given.run!r} needs a GPU: {missing}. On the CPU, for a small model: --run reference")
+
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading the checkpoint") as status, _on_device(given):
+        tell = lambda name: status.update(f"reading {name}")  # noqa: E731
+        step = llama(given.model, **sizes) if named else llama.from_pretrained(given.model, **sizes, progress=tell)
+        program = decoding(step, sampled=given.temperature > 0)
+        asked = request(program, prompts, given.tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed, stop=stop)
+        how = {"precision": "storage"} if given.run == "reference" else {"device": given.device}
+        decoder = Decoder(build(program, given.run, seed=given.seed, **how))
+        status.update("warming up")
+        decoder.start(asked)
+        decoder.run()
+        decoder.run.synchronize()
+    with _on_device(given):
+        decoded, seconds = _stream(decoder, asked, given, speller)
+        found = {"model": given.model, "run": given.run, "prompts": prompts, "tokens": decoded,
+                 "text": [speller.text(tokens) for tokens in decoded] if speller else None, **_speed(decoder, asked, decoded, seconds)}  # fmt: skip
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    line = f"{found['tokens_per_s']:.1f} tokens/s: {sum(map(len, decoded))} tokens, {found['steps']} steps of {found['step_us']:.0f} us"
+    floor = (
+        f", {found['ratio_to_floor']:.3f} x the floor of {found['floor_us']:.0f} us" if found["floor_us"] else "; no floor without a GPU"
+    )
+    print(line + floor, file=sys.stderr)
+    return 0
+
+
+def _on_device(given: argparse.Namespace) -> Any:
+    if given.device is None or given.run == "reference":
+        return contextlib.nullcontext()
+    import cupy
+
+    return cupy.cuda.Device(given.device)
+
+
+def _stream(decoder: Decoder, asked: Request, given: argparse.Namespace, speller: Speller | None) -> tuple[list[list[int]], float]:
+    """(tokens of each prompt, seconds from the first step to the last). One text is printed as it comes; of several, each at the end."""
+    alone, spelled = len(asked.prompts) == 1 and not given.json, Spelled(speller) if speller else None
+    decoded: list[list[int]] = [[] for _ in asked.prompts]
+
+    def show(text: str, end: str = "") -> None:
+        print(text, end=end, flush=True)
+
+    start = time.perf_counter()
+    for pieces in decoder.run_request(asked):
+        for tokens, piece in zip(decoded, pieces, strict=True):
+            tokens += piece
+        if alone and pieces[0]:
+            show(spelled(pieces[0]) if spelled else " ".join(map(str, pieces[0])) + " ")
+    decoder.run.synchronize()
+    seconds = time.perf_counter() - start
+    if alone:
+        show(spelled.rest if spelled else "", "\n")
+    elif not given.json:
+        for i, tokens in enumerate(decoded):
+            show(f"[{i}] {speller.text(tokens) if speller else ' '.join(map(str, tokens))}", "\n")
+    return decoded, seconds
+
+
+def _speed(decoder: Decoder, asked: Request, decoded: list[list[int]], seconds: float) -> dict[str, Any]:
+    """Tokens a second; microseconds of a step, beside the floor of the mean step where there is a GPU to measure it on."""
+    step_us, floor_us = seconds / decoder.steps * 1e6, None
+    if decoder.run.name != "reference":
+        needed = bytes_at(decoder.run.program, asked.mean_contexts(decoder.steps, decoder.batch))
+        with contextlib.suppress(MemoryError):  # the probe wants 4 GiB beside the model
+            floor_us = measure_floor().us(needed)
+    return {"steps": decoder.steps, "seconds": seconds, "tokens_per_s": sum(map(len, decoded)) / seconds, "step_us": step_us,
+            "floor_us": floor_us, "ratio_to_floor": floor_us and step_us / floor_us}  # fmt: skip
 
 
 def run_doctor(given: argparse.Namespace) -> int:

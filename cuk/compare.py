@@ -208,7 +208,7 @@ def scaled_down(program: Program) -> Program | None:
         "num_attention_heads": kv * (m["heads"] // m["kv_heads"]), "num_key_value_heads": kv, "vocab_size": min(m["vocab"], 1000),
         "head_dim": m["head_dim"], "rope_theta": m["rope_theta"], "rope_scaling": m["rope_scaling"], "tie_word_embeddings": m["tied"], "qk_norm": m["qk_norm"],
     }  # fmt: skip
-    return llama(config, batch=m["batch"], context=min(m["context"], 64))
+    return llama(config, batch=m["batch"], context=[min(context, 64) for context in m["contexts"]])
 
 
 def size_up(program: Program, machine: str = "h200") -> Sizes:

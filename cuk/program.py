@@ -28,7 +28,8 @@ class Init:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A named array: `shape`, `dtype` and what it is for (`role`: weight, table, index, cache, activation, output, scratch)."""
+    """A named array: `shape`, `dtype` and what it is for (`role`: weight, table, index, cache, state, activation, output, scratch). A "state" is
+    what a step, or the host between steps, leaves for the next step: each run has its own."""
 
     name: str
     shape: tuple[int, ...]

@@ -69,7 +69,7 @@ def decode_step(
     import torch.nn.functional as F
 
     hidden, heads, kv, hd, eps, batch = meta["hidden"], meta["heads"], meta["kv_heads"], meta["head_dim"], meta["rms_eps"], meta["batch"]
-    length = meta["context"] + 1
+    length = max(meta["contexts"]) + 1
     tokens, index = t["tokens"].long(), t["positions"][:1].long()
     cos, sin = (t["rope"][..., i].to(k_cache.dtype) for i in (0, 1))
     # x * cos + roll(x, half) * sin, the sign of the rotation being in sin: fewer kernels than cat((-high, low)).
@@ -149,6 +149,8 @@ def _torch(program: Program, buffers: Mapping[str, Any], name: str, mode: str | 
 
     if "head_dim" not in program.meta:
         raise ValueError(f"{program.name} is no llama program: PyTorch's step is written for those")
+    if len(set(program.meta["contexts"])) > 1:
+        raise ValueError(f"context={program.meta['context']}: PyTorch's step is written for sequences of one context")
     cupy.cuda.get_current_stream().synchronize()
     wrap = (lambda f: torch.compile(f, mode=mode, fullgraph=True, dynamic=False)) if mode else (lambda f: f)
     with torch.no_grad(), torch.cuda.device(cupy.cuda.Device().id):
@@ -201,7 +203,7 @@ def _fastest_attention(meta: Mapping[str, Any], k_cache: Any, v_cache: Any) -> s
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q = torch.randn(meta["batch"], meta["heads"], 1, meta["head_dim"], device=k_cache.device).to(k_cache.dtype)
-    length = meta["context"] + 1
+    length = max(meta["contexts"]) + 1
     exact = attend_gqa(*(x.float() for x in (q, k_cache[0, :, :, :length], v_cache[0, :, :, :length])))
     times = {}
     for name, (backend, attend) in ATTENTIONS.items():

@@ -49,7 +49,7 @@ class Operand:
     shape: tuple[int, ...]
     dtype: str
     access: str = "in"
-    role: str = "activation"  # weight | cache | activation | output | index | scratch, which starts with every bit set: empty words
+    role: str = "activation"  # weight | cache | state | activation | output | index | scratch, which starts with every bit set: empty words
 
 
 @dataclass(frozen=True)

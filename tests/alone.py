@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from cuk.program import Init, Program
 from cuk.task import Task
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
+from cuk.tasks import Advance, Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Nucleus, QkNorm, Qkv, RmsNorm, Sample
 from cuk.tasks.matvec import streams_x
+from cuk.tasks.nucleus import keep_of, scale_of
 
 
 def alone(task: Task, positions=None, **values) -> Program:
@@ -130,7 +131,55 @@ def argmaxes(draw):
     return alone(Argmax(batch=batch, vocab=vocab), logits=logits)
 
 
+@st.composite
+def advances(draw):
+    batch, columns = draw(batches), draw(st.integers(1, 9))
+
+    def drawn(low, high):
+        return np.array(draw(st.lists(st.integers(low, high), min_size=batch, max_size=batch)), np.int32)
+
+    task = Advance(batch=batch, columns=columns)
+    history = np.arange(batch * columns).reshape(columns, batch)
+    return alone(task, drawn(0, columns - 1), history=history, chosen=drawn(0, 99), lengths=drawn(1, columns), ends=drawn(1, columns))
+
+
+def draws(logits: np.ndarray, temperatures, shares, *, positions=0, seed: int = 0) -> Program:
+    """A program of the ops that draw a token from each row of logits [batch, vocab], of whose likeliest tokens `shares` are drawn from."""
+    batch, vocab = logits.shape
+    best = Argmax(batch=batch, vocab=vocab).reference({"logits": logits})["next"].astype(np.int32)
+    given = {
+        "logits": logits.astype(np.float32), "best": best, "scale": np.array([scale_of(t) for t in np.broadcast_to(temperatures, batch)], np.float32),
+        "keep": np.array([keep_of(share) for share in np.broadcast_to(shares, batch)], np.uint64), "seed": np.array([seed], np.uint64),
+        "positions": np.broadcast_to(positions, batch).astype(np.int32), "high": np.zeros((batch, 2048), np.uint64),
+    }  # fmt: skip
+    program = Program("draws", {})
+    ops = [
+        ("high", Nucleus(batch=batch, vocab=vocab, low=False)),
+        ("low", Nucleus(batch=batch, vocab=vocab, low=True)),
+        ("sample", Sample(batch=batch, vocab=vocab)),
+    ]
+    views = {}
+    for kind, task in ops:
+        for name, operand in task.operands.items():
+            if operand.role != "scratch" and name not in views:
+                init = Init("values", values=given[name]) if name in given else None
+                views[name] = program.buffer(name, operand.shape, operand.dtype, operand.role, init)
+        program.op(kind, task, **{name: views[name] for name, operand in task.operands.items() if operand.role != "scratch"})
+    return program
+
+
+@st.composite
+def drawn(draw):
+    batch, vocab = draw(batches), draw(st.one_of(st.integers(1, 3000), st.integers(3000, 40_000)))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    logits = rng.standard_normal((batch, vocab)).astype(np.float32) * draw(st.sampled_from([0, 1e-5, 3, 1000]))
+    logits[rng.random(logits.shape) < draw(st.sampled_from([0, 0.1, 1]))] = draw(st.sampled_from([-np.inf, np.nan, 2.0]))
+    temperatures = draw(st.lists(st.sampled_from([0, 1e-9, 0.7, 1, 50]), min_size=batch, max_size=batch))
+    shares = draw(st.lists(st.sampled_from([1e-9, 0.3, 0.9, 1 - 1e-9, 1]), min_size=batch, max_size=batch))
+    return draws(logits, temperatures, shares, positions=draw(st.integers(0, 10_000)), seed=draw(st.integers(0, 2**64 - 1)))
+
+
 PROGRAMS = {
     "linear": linears(), "gate_up": gate_ups(), "qkv": qkvs(), "qk_norm": qk_norms(), "attention": attentions(), "merge_linear": merge_linears(), "embed": embeds(), "rms_norm": rms_norms(),
-    "argmax": argmaxes(),
+    "argmax": argmaxes(), "advance": advances(), "draws": drawn(),
 }  # fmt: skip

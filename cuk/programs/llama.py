@@ -17,6 +17,8 @@ from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinea
 from cuk.tasks.matvec import MAX_BATCH, streams_x
 
 MAX_CONTEXT = 131_072
+MAX_RANGES = 32
+"""Ranges of all sequences that the output projection merges: each of its CTAs reads them all, so attention merges more than these itself."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def from_pretrained(
     directory: str | Path,
     *,
     batch: int = 1,
-    context: int = 0,
+    context: int | Sequence[int] = 0,
     capacity: int | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Program:
@@ -202,14 +204,15 @@ def from_pretrained(
 
 
 def llama(
-    model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, context: int = 1024, capacity: int | None = None,
+    model: str | Mapping | Config = "llama-3.2-1b", *, batch: int = 1, context: int | Sequence[int] = 1024, capacity: int | None = None,
     weights: Mapping[str, Init] | None = None, name: str | None = None,
 ) -> Program:  # fmt: skip
     """The decode step of `model` (a name of MODELS, or a dict of a config's fields) with random weights, or with those that `weights` gives
     by buffer. name: the program's, by default the model's.
 
-    batch: 1 to 16 sequences. context: tokens already in the cache, 0 to 131071. capacity: rows of the cache, by default context + 1
-    rounded up to 64. Raises ValueError naming what is out of range, and KeyError-free messages listing the known models."""
+    batch: 1 to 16 sequences. context: tokens already in the cache, 0 to 131071; one for all sequences or one for each. capacity: rows of the
+    cache of each sequence, by default the largest context + 1 rounded up to 64. Raises ValueError naming what is out of range, or listing the
+    known models."""
     if isinstance(model, str):
         if model not in MODELS:
             raise ValueError(f"unknown model {model!r}: known ones are {', '.join(MODELS)} (or give a dict of a config's fields)")
@@ -218,13 +221,18 @@ def llama(
         name, config = name or "llama", model if isinstance(model, Config) else Config.of(model)
     given = weights or {}
     check_range("batch", batch, 1, MAX_BATCH, "a tensor-core tile has 16 rows")
-    check_range("context", context, 0, MAX_CONTEXT - 1, "tokens already in the KV cache")
+    contexts = (context,) * batch if isinstance(context, (int, np.integer)) else tuple(context)
+    if len(contexts) != batch:
+        raise ValueError(f"context={list(contexts)}: {len(contexts)} contexts for batch={batch}; give one for all or one for each sequence")
+    for each in contexts:
+        check_range("context", each, 0, MAX_CONTEXT - 1, "tokens already in the KV cache")
+    context, unequal = max(contexts), len(set(contexts)) > 1
     capacity = round_up(context + 1, 64) if capacity is None else capacity
     check_range("capacity", capacity, context + 1, MAX_CONTEXT, "the new token needs a row of the cache too")
     c, hd = config, config.head_dim
     layers, hidden, heads, kv = c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.num_key_value_heads
     p = Program(name, {
-        "model": name, "batch": batch, "context": context, "capacity": capacity, "layers": layers, "hidden": hidden, "heads": heads,
+        "model": name, "batch": batch, "context": ",".join(map(str, contexts)) if unequal else context, "contexts": contexts, "capacity": capacity, "layers": layers, "hidden": hidden, "heads": heads,
         "kv_heads": kv, "head_dim": hd, "intermediate": c.intermediate_size, "vocab": c.vocab_size, "rms_eps": c.rms_norm_eps,
         "rope_theta": c.rope_theta, "rope_scaling": dict(c.rope_scaling) if c.rope_scaling else None, "tied": c.tie_word_embeddings,
         "qk_norm": c.qk_norm,
@@ -238,7 +246,7 @@ def llama(
 
     residual_gain = 1.0 / math.sqrt(2 * layers)  # keeps the residual stream near unit size through the layers
     tokens = p.buffer("tokens", (batch,), "int32", "index", Init("integers", low=0, high=c.vocab_size))
-    positions = p.buffer("positions", (batch,), "int32", "index", Init("integers", low=context, high=context + 1))
+    positions = p.buffer("positions", (batch,), "int32", "index", Init("values", values=np.array(contexts)))
     w_embed = p.buffer("w_embed", (c.vocab_size, hidden), "bfloat16", "weight", given.get("w_embed", Init("normal")))
     w_lm_head = w_embed if c.tie_word_embeddings else weight("w_lm_head", c.vocab_size, hidden)
     norm_attn, norm_mlp, norm_final = norm("norm_attn", layers, hidden), norm("norm_mlp", layers, hidden), norm("norm_final", hidden)
@@ -260,10 +268,11 @@ def llama(
     logits = p.buffer("logits", (batch, c.vocab_size), "float32", "output")
     next_tokens = p.buffer("next_tokens", (batch,), "int32", "output")
 
-    # The ranges of a split attention are merged by the output projection as it stages them, where they fit in shared memory.
-    attention = AttentionDecode(batch=batch, kv_heads=kv, group=heads // kv, head_dim=hd, capacity=capacity, context=context)
+    # The ranges of a split attention are merged by the output projection as it stages them, where they are few and fit in shared memory.
+    attention = AttentionDecode(batch=batch, kv_heads=kv, group=heads // kv, head_dim=hd, capacity=capacity, context=context,
+                                contexts=contexts if unequal else ())  # fmt: skip
     o_sizes = {"batch": batch, "k": heads * hd, "n": hidden, "residual": True}
-    if attention.splits > 1 and not streams_x(batch, heads * hd):
+    if attention.splits > 1 and batch * attention.splits <= MAX_RANGES and not streams_x(batch, heads * hd):
         attention = replace(attention, merge=False)
         o_proj = MergeLinear(**o_sizes, head_dim=hd, splits=attention.splits)
         handed = {name: p.buffer(name, attention.operands[name].shape, attention.operands[name].dtype) for name in ("partials", "lse")}

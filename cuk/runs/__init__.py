@@ -19,7 +19,7 @@ def build(
 ) -> Run:
     """A Run of `program`: call it to enqueue one step on the current CuPy stream.
 
-    run: a name of RUNS. buffers: another run's buffers, whose weights and inputs are shared and whose caches are copied; without
+    run: a name of RUNS. buffers: another run's buffers, whose weights and inputs are shared and whose caches and states are copied; without
     it the program's random initialisation is made from `seed`. device: a CUDA device, by default the current one. switches: those
     of the run (its `switches` lists them). Raises ValueError naming an unknown run or switch, MemoryError with the bytes
     needed and free before anything is allocated."""

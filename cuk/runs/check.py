@@ -12,7 +12,7 @@ from cuk.runs.base import Run
 from cuk.runs.memory import poison, to_numpy
 from cuk.task import widen
 
-COMPARED_ROLES = ("activation", "output", "cache")
+COMPARED_ROLES = ("activation", "output", "cache", "state")
 
 
 class CheckFailed(AssertionError):
@@ -24,7 +24,8 @@ def check(runs: Mapping[str, Run], *, progress: Callable[[Op], None] | None = No
 
     The run named "stream" (or else the first that launches its ops singly) is stepped op by op: each op's outputs are poisoned, the op
     runs on what the ops before it really left, and the result is held against the float64 reference on those same inputs, at full
-    size. The other runs must then leave the same bits in every activation, output and cache. Raises CheckFailed."""
+    size. The other runs must then leave the same bits in every activation, output, cache and state. States are as before when it is done.
+    Raises CheckFailed."""
     stepped = next((run for run in runs.values() if run.name == "stream"), None)
     if stepped is None:
         raise ValueError(f"nothing to check against: runs are {', '.join(runs)}; give a 'stream' run too, which is stepped op by op")
@@ -37,8 +38,9 @@ def check(runs: Mapping[str, Run], *, progress: Callable[[Op], None] | None = No
 
 
 def poison_outputs(run: Run, op: Op | None = None) -> None:
-    """Fills with NaN what a step (or one op) is to write: activations and outputs whole, caches at the new position only."""
-    views = [v for o in ([op] if op else run.program.ops) for v in o.accesses("out")]
+    """Fills with NaN what a step (or one op) is to write: activations and outputs whole, caches at the new position only; not states, which the
+    step reads first."""
+    views = [v for o in ([op] if op else run.program.ops) for v in o.accesses("out") if v.buffer.role != "state"]
     for view in {str(v): v for v in views}.values():
         array = view.of(run.buffers)
         if view.buffer.role == "cache":
@@ -50,14 +52,17 @@ def poison_outputs(run: Run, op: Op | None = None) -> None:
 
 
 def check_by_op(run: Any, progress: Callable[[Op], None] | None = None) -> None:
-    """Steps a stream run and holds each op's stored outputs within its task's `error_bound` of the reference."""
+    """Steps a stream run and holds each op's stored outputs within its task's `error_bound` of the reference. States are restored."""
+    before = states(run)
     for op, launch in zip(run.program.ops, run.launches, strict=True):
         poison_outputs(run, op)
-        arrays = {
-            key: to_numpy(view.of(run.buffers))
-            for key, view in op.views.items()
-            if op.task.operands[key].access == "in" or view.buffer.role == "cache"
-        }
+        arrays = {}
+        for key, view in op.views.items():
+            access, role = op.task.operands[key].access, view.buffer.role
+            if access == "in" or role == "cache":
+                arrays[key] = to_numpy(view.of(run.buffers))
+            elif access == "inout" and role != "scratch":
+                arrays[key] = np.array(to_numpy(view.of(run.buffers)))
         launch()
         run.synchronize()
         expected = op.task.reference(arrays)
@@ -66,6 +71,18 @@ def check_by_op(run: Any, progress: Callable[[Op], None] | None = None) -> None:
             compare(f"{op.name}.{key}", to_numpy(op.views[key].of(run.buffers)), value, bounds[key])
         if progress:
             progress(op)
+    restore(run, before)
+
+
+def states(run: Any) -> dict[str, Any]:
+    """Copies of the run's states, by name."""
+    return {name: run.buffers[name].copy() for name, buffer in run.program.buffers.items() if buffer.role == "state"}
+
+
+def restore(run: Any, saved: Mapping[str, Any]) -> None:
+    """Puts states back as `states` found them."""
+    for name, array in saved.items():
+        run.buffers[name][...] = array
 
 
 def compare(what: str, actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
@@ -85,7 +102,10 @@ def compare(what: str, actual: np.ndarray, expected: np.ndarray, bound: np.ndarr
 
 
 def check_bitwise(run: Any, other: Any) -> None:
-    """Runs one step of each with poisoned outputs and raises CheckFailed naming the first buffer that differs, where, and how."""
+    """Runs one step of each, from the other's state and with poisoned outputs, and raises CheckFailed naming the first buffer that differs,
+    where, and how. States are restored."""
+    before = [(one, states(one)) for one in (run, other)]
+    restore(run, before[1][1])
     for one in (run, other):
         poison_outputs(one)
         one()
@@ -103,3 +123,5 @@ def check_bitwise(run: Any, other: Any) -> None:
                 f"{run.name} and {other.name} differ in {int(differs.any(axis=1).sum())} of {mine.size} elements of {name}, first at {at}: "
                 f"{mine[index]!r} and {theirs[index]!r}"
             )
+    for one, saved in before:
+        restore(one, saved)

@@ -14,11 +14,16 @@ from cuk.task import numpy_dtype
 _CHUNK = 1 << 26  # random elements at a time: their float32 and bf16 forms are all the extra memory a slab needs
 
 
-def numpy_buffers(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
-    """Every buffer as a NumPy array, initialised from `seed`."""
+def numpy_buffers(program: Program, seed: int = 0, shared: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """Every buffer as a NumPy array, initialised from `seed`. `shared`: arrays of another run, whose weights and tables are used as they are
+    and whose inputs, caches and states are copied."""
     rng = np.random.default_rng(seed)
     arrays = {}
     for buffer in program.buffers.values():
+        if shared and buffer.name in shared and buffer.role not in ("activation", "output", "scratch"):
+            found = to_numpy(shared[buffer.name])
+            arrays[buffer.name] = found if buffer.role in ("weight", "table") else found.astype(numpy_dtype(buffer.dtype))
+            continue
         init = buffer.init or Init("zero")
         dtype = numpy_dtype(buffer.dtype)
         if init.kind == "normal":
@@ -40,7 +45,7 @@ def numpy_buffers(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 def gpu_buffers(program: Program, seed: int = 0, shared: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Every buffer as a CuPy array on the current device. `shared`: arrays of another run, whose weights, tables and inputs are used
-    as they are and whose caches are copied. Raises MemoryError with needed and free bytes before allocating anything."""
+    as they are and whose caches and states are copied. Raises MemoryError with needed and free bytes before allocating anything."""
     import cupy
 
     shared = shared or {}
@@ -57,7 +62,7 @@ def gpu_buffers(program: Program, seed: int = 0, shared: Mapping[str, Any] | Non
     for buffer in program.buffers.values():
         if buffer.name in shared and buffer.role in SHARED_ROLES:
             arrays[buffer.name] = shared[buffer.name]
-        elif buffer.name in shared and buffer.role == "cache":
+        elif buffer.name in shared and buffer.role in ("cache", "state"):
             arrays[buffer.name] = shared[buffer.name].copy()
         else:
             arrays[buffer.name] = _initialised(buffer, generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,8 @@ class AttentionDecode(Task):
     """q [batch, kv_heads * group * head_dim] over k_cache, v_cache [batch, kv_heads, capacity, head_dim] at positions
     0 … positions[b] -> out like q; or without `merge`, each range's own result: partials [batch, splits, kv_heads * group * head_dim]
     bf16 and lse [batch, kv_heads * group, splits] float32, logarithms to base 2 of its sum of exponentials (-inf where it is empty).
-    `context`: the old positions that the cost is computed for, and `splits` is chosen for."""
+    `context`: the old positions that the cost is computed for, and `splits` is chosen for; where sequences differ the most of them, and
+    `contexts` has each one's."""
 
     batch: int
     kv_heads: int
@@ -32,6 +34,7 @@ class AttentionDecode(Task):
     context: int
     splits: int = 0
     merge: bool = True
+    contexts: tuple[int, ...] = ()
 
     header = "tasks/attention_decode.cuh"
     fields = tuple(
@@ -48,8 +51,11 @@ class AttentionDecode(Task):
         check_range("batch", self.batch, 1, 2**16, "tasks are counted in 32 bits")
         check_range("group", self.group, 1, 2**10, "query heads of one KV head")
         check_range("context", self.context, 0, self.capacity - 1, "the new token needs a row of the cache too")
+        if self.contexts and (len(self.contexts) != self.batch or max(self.contexts) != self.context or min(self.contexts) < 0):
+            raise ValueError(f"contexts={self.contexts}: must be one for each of {self.batch} sequences, from 0 to context={self.context}")
         if self.splits == 0:
-            object.__setattr__(self, "splits", choose_splits(self.batch * self.kv_heads * self.head_blocks, self.context, self.head_dim))
+            each = self.contexts or (self.context,) * self.batch
+            object.__setattr__(self, "splits", choose_splits(each, self.kv_heads * self.head_blocks, self.head_dim))
         check_range("splits", self.splits, 1, 1024, "ranges of the context")
 
     @property
@@ -158,11 +164,16 @@ class AttentionDecode(Task):
 
     @property
     def flops(self) -> int:
-        return 4 * self.batch * self.kv_heads * self.group * self.head_dim * (self.context + 1)
+        return 4 * self.kv_heads * self.group * self.head_dim * (self._old_positions + self.batch)
+
+    @property
+    def _old_positions(self) -> int:
+        """Of all sequences."""
+        return sum(self.contexts) if self.contexts else self.batch * self.context
 
     @property
     def min_bytes(self) -> int:
-        return 4 * self.batch * self.kv_heads * self.context * self.head_dim
+        return 4 * self.kv_heads * self._old_positions * self.head_dim
 
     def _ranges(self, position: int) -> list[tuple[int, int]]:
         """The positions of each range, half-open: whole stages of the old ones; the new one is the last range's. One range if merged."""
@@ -219,8 +230,15 @@ class AttentionDecode(Task):
         return bounds
 
 
-def choose_splits(outputs: int, context: int, head_dim: int) -> int:
-    """Ranges of the context for each of `outputs` (sequence, KV head) pairs: one a stage up to eight, then one for four stages, as far
-    as a large GPU has SMs for them. Merging more costs more than reading up to four stages in turn."""
-    stages = ceil_div(context, STAGE_ELEMENTS // head_dim)
-    return max(1, min(max(min(stages, 8), ceil_div(stages, 4)), ceil_div(TARGET_TASKS, outputs), 32))
+def choose_splits(contexts: Sequence[int], heads: int, head_dim: int) -> int:
+    """Ranges of the context, for sequences of these old positions and so many (KV head, block of query heads) pairs of each.
+
+    Equal sequences: one range a stage up to eight, then one for four stages, as far as a large GPU has SMs for them. Merging more costs more
+    than reading up to four stages in turn. Unequal ones: as many as leave a range of the longest a task's equal share of all stages."""
+    stages = [ceil_div(context, STAGE_ELEMENTS // head_dim) for context in contexts]
+    longest, outputs = max(stages), len(stages) * heads
+    if min(stages) == longest:
+        wanted = min(max(min(longest, 8), ceil_div(longest, 4)), ceil_div(TARGET_TASKS, outputs))
+    else:
+        wanted = ceil_div(longest, ceil_div(sum(stages) * heads, TARGET_TASKS))
+    return max(1, min(wanted, 32))

@@ -95,13 +95,14 @@ class EmulatedRun:
         ahead_bytes: int = 0,
         ahead_early: bool = False,
         deps: str = "op",
+        buffers: dict | None = None,
         **switches,
     ):
         self.program = program
         self.machine = dataclasses.replace(Machine.load("h200"), num_sms=num_sms)
         self.seed = seed
         self.buffers = {}
-        for name, array in numpy_buffers(program, seed).items():
+        for name, array in numpy_buffers(program, seed, buffers).items():
             # Room behind it that belongs to it, aligned as a GPU allocation is.
             room = np.zeros(array.nbytes + 128 + 256, np.uint8)
             start = -room.ctypes.data % 256
@@ -127,6 +128,11 @@ class EmulatedRun:
             self._prepare(op, fit, launch_words, libraries[unit])
             for op, fit, launch_words, unit in zip(program.ops, fits, packed, units, strict=True)
         ]
+
+    def __call__(self) -> None:
+        """One step."""
+        for launch in self.launches:
+            launch()
 
     def synchronize(self) -> None:
         """Nothing is pending: a launch returns when it is done."""

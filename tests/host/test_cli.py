@@ -46,6 +46,8 @@ def test_compare_as_json(capsys):
         ("compare llama-3.2-1b --rivals jax", "unknown rival jax: known ones are torch_graph"),
         ("compare llama-3.2-1b --batch 17", "batch=17: must be from 1 to 16"),
         ("compare llama-3.2-1b --context -1", "context=-1: must be from 0 to 131071"),
+        ("compare llama-3.2-1b --context 1,x", "--context '1,x': must be a number, or one for each sequence"),
+        ("compare llama-3.2-1b --batch 3 --context 1,2", "context=[1, 2]: 2 contexts for batch=3"),
         ("compare llama-3.2-1b --machine b300", "unknown machine 'b300'"),
         ("compare llama-3.2-1b --repeats 0", "--repeats 0: must be at least 1"),
         ("compare llama-3.2-1b --runs ,", "names no run"),
@@ -62,7 +64,13 @@ def test_a_chain_is_sized_up_too(capsys):
     assert found["measured"] is False and 0 < found["reference_difference"] < 0.05
 
 
-@pytest.mark.parametrize("name", ["compare", "doctor"])
+def test_unequal_contexts_on_the_command_line(capsys):
+    assert cli.main(["compare", "llama-3.2-1b", "--context", "64,512,4096", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(row["bytes"] for row in found["ops"]) == llama("llama-3.2-1b", batch=3, context=(64, 512, 4096)).min_bytes
+
+
+@pytest.mark.parametrize("name", ["compare", "decode", "doctor"])
 def test_the_examples_of_the_help_parse(name, capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main([name, "--help"])

@@ -36,7 +36,9 @@ def test_x_that_comes_through_the_ring(batch, k):
         check_by_op(EmulatedRun(alone(task), pdl=True, prefetch=prefetch))
 
 
-@pytest.mark.parametrize(("head_dim", "batch", "context", "qk_norm"), [(64, 1, 100, False), (128, 3, 70, True), (64, 2, 0, False)])
+@pytest.mark.parametrize(("head_dim", "batch", "context", "qk_norm"), [
+    (64, 1, 100, False), (128, 3, 70, True), (64, 2, 0, False), (64, 3, (5, 0, 700), False), (128, 2, (900, 33), True), (64, 2, (5000, 2), False),
+])  # fmt: skip
 def test_a_model(head_dim, batch, context, qk_norm):
     check_by_op(EmulatedRun(llama({**SMALL, "head_dim": head_dim, "qk_norm": qk_norm}, batch=batch, context=context)))
 
@@ -44,13 +46,7 @@ def test_a_model(head_dim, batch, context, qk_norm):
 def test_bits_do_not_depend_on_teams_stages_or_sms():
     """The order of every sum is the op's own."""
     program = llama(SMALL, batch=2, context=90)
-
-    class Whole(EmulatedRun):
-        def __call__(self):
-            for launch in self.launches:
-                launch()
-
-    first = Whole(program)
+    first = EmulatedRun(program)
     first()
     for switches in [
         dict(num_sms=1),
@@ -59,7 +55,7 @@ def test_bits_do_not_depend_on_teams_stages_or_sms():
         dict(stages=1),
         dict(stages=2, pdl=True, prefetch=1),
     ]:
-        check_bitwise(Whole(program, **switches), first)
+        check_bitwise(EmulatedRun(program, **switches), first)
 
 
 @pytest.mark.parametrize("early", [False, True])

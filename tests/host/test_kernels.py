@@ -4,7 +4,7 @@ import pytest
 
 from cuk.compile import compile, layout
 from cuk.machine import Footprint, Machine
-from cuk.programs import chain, llama
+from cuk.programs import chain, decoding, llama
 from cuk.runs.edges import words_of
 from cuk.runs.separate import TRIGGERS, footprint, kernel_name, source_for
 from cuk.task import args_offsets
@@ -26,6 +26,7 @@ PROGRAMS = {
     "qwen3": llama("qwen3-0.6b"),
     "x through the ring": llama(WIDE, batch=16, context=10),
     "chain": chain([(384, 256), (256, 256)]),
+    "decoding": decoding(llama("llama-3.2-1b", batch=2), sampled=True),
 }
 MACHINE = Machine.load("h200")
 CASES = [(name, kind, op) for name, p in PROGRAMS.items() for kind, op in {op.kind: op for op in p.ops}.items()]
@@ -55,7 +56,9 @@ def test_every_trigger_compiles(trigger):
     assert "cuk_o_proj" in compile(source_for(op, teams=2, pdl=True, trigger=trigger), name=kernel_name(op)).ptx
 
 
-@pytest.mark.parametrize("name", ["Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "QkNorm", "Qkv", "RmsNorm"])
+@pytest.mark.parametrize(
+    "name", ["Advance", "Argmax", "AttentionDecode", "Embed", "GateUp", "Linear", "MergeLinear", "QkNorm", "Qkv", "RmsNorm"]
+)
 def test_arguments_pack_as_the_compiler_lays_them_out(name):
     task = next(op.task for _, _, op in CASES if type(op.task).__name__ == name)
     names = [field.name for field in task.fields]

@@ -15,11 +15,24 @@ from cuk.compile import cuda_src
 PACKAGE = Path(cuk.__file__).parent
 # A module imports only what stands before it; a package's files also one another.
 ORDER = [
-    *("machine", "timeline", "task", "tasks", "checkpoint", "program", "programs", "schedule", "validate", "simulate", "schedulers"),
-    *("nvrtc", "compile", "launch", "runs", "record", "bench", "rivals", "compare", "doctor", "cli"),
+    *(
+        "machine",
+        "timeline",
+        "task",
+        "tasks",
+        "checkpoint",
+        "text",
+        "program",
+        "programs",
+        "schedule",
+        "validate",
+        "simulate",
+        "schedulers",
+    ),
+    *("nvrtc", "compile", "launch", "runs", "decode", "record", "bench", "rivals", "compare", "doctor", "cli"),
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-OPTIONAL = ("cupy", "cuda", "nvidia", "torch", "transformers", "matplotlib", "IPython")
+OPTIONAL = ("cupy", "cuda", "nvidia", "torch", "transformers", "matplotlib", "IPython", "tokenizers")
 
 
 def layer(path: Path) -> str:

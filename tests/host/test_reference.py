@@ -56,11 +56,11 @@ def independent_logits(arrays, meta):
     return np.array(logits)
 
 
-@pytest.mark.parametrize("context", [0, 1, 37])
+@pytest.mark.parametrize("context", [0, 1, 37, (64, 3)])
 @pytest.mark.parametrize(("tied", "qk_norm"), [(False, False), (True, False), (True, True)])
 def test_reference_equals_an_independent_model(context, tied, qk_norm):
     program = llama({**SMALL, "tie_word_embeddings": tied, "qk_norm": qk_norm}, batch=2, context=context)
-    arrays = numpy_buffers(program, seed=context)
+    arrays = numpy_buffers(program, seed=int(np.sum(context)))
     expected = independent_logits(arrays, program.meta)
     execute(program, arrays, exact=True)
     # Two float64 computations of the same sums: they differ by rounding alone; RoPE's table is stored in float32.
@@ -97,3 +97,29 @@ def test_llama3_rope_scaling_against_its_definition():
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
             frequency = (1 - smooth) * frequency / 32.0 + smooth * frequency
         np.testing.assert_allclose(table[2, i], [np.cos(2 * frequency), np.sin(2 * frequency)], atol=1e-7)
+
+
+def test_unequal_contexts_cost_what_each_costs_alone():
+    """Weights once, each sequence's old positions and new rows; and a range of the longest is about a task's equal share."""
+    contexts = (64, 144, 312, 688, 1520, 3360, 7424, 16384)
+    program = llama("llama-3.2-1b", batch=8, context=contexts)
+    old = 16 * 2 * 8 * 64 * 2  # bytes a position: layers, K and V, heads, columns, bf16
+    assert program.min_bytes - llama("llama-3.2-1b", batch=8, context=0).min_bytes == old * sum(contexts)
+    assert program.meta["context"] == "64,144,312,688,1520,3360,7424,16384" and program.meta["capacity"] == 16448
+    arrays = program.buffers["positions"].init.values
+    assert tuple(arrays) == contexts
+    attention = next(op.task for op in program.ops if op.kind == "attention")
+    assert attention.merge and attention.min_bytes == old // 16 * sum(contexts)
+    share = sum(contexts) * 8 / 128
+    assert share / 2 <= 16384 / attention.splits <= 2 * share
+    assert llama("llama-3.2-1b", batch=2, context=[1024, 1024]).meta["context"] == 1024
+
+
+def test_contexts_that_do_not_fit_are_named():
+    for given, message in [
+        (dict(batch=2, context=(1, 2, 3)), r"context=\[1, 2, 3\]: 3 contexts for batch=2; give one for all or one for each"),
+        (dict(batch=2, context=(1, -2)), "context=-2: must be from 0"),
+        (dict(batch=2, context=(1, 70), capacity=70), "capacity=70: must be from 71"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llama("llama-3.2-1b", **given)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuk.task import pack_args, round_bf16, widen
-from cuk.tasks import Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, QkNorm, Qkv, RmsNorm
+from cuk.tasks import Advance, Argmax, AttentionDecode, Embed, GateUp, Linear, MergeLinear, Nucleus, QkNorm, Qkv, RmsNorm, Sample
 
 batches = st.integers(1, 16)
 eights = st.integers(1, 40).map(lambda i: 8 * i)
@@ -32,9 +32,14 @@ def tasks(draw):
                 Embed(batch=batch, vocab=draw(st.integers(1, 50)), hidden=k),
                 RmsNorm(batch=batch, k=k),
                 Argmax(batch=batch, vocab=draw(st.integers(1, 5000))),
+                Advance(batch=batch, columns=capacity),
+                Sample(batch=batch, vocab=draw(st.integers(1, 5000))),
             ]
         )
     )  # fmt: skip
+
+
+nuclei = st.builds(Nucleus, batch=batches, vocab=st.integers(1, 5000), low=st.booleans())  # whose tasks add to the same bins
 
 
 @settings(deadline=None, max_examples=150)
@@ -50,7 +55,7 @@ def test_tiles_cover_each_output_once(task):
 
 
 @settings(deadline=None, max_examples=100)
-@given(tasks())
+@given(st.one_of(tasks(), nuclei))
 def test_regions_lie_within_their_operands(task):
     for index in {0, task.num_tasks // 2, task.num_tasks - 1}:
         for region in task.reads(index) + task.writes(index):
@@ -60,7 +65,7 @@ def test_regions_lie_within_their_operands(task):
 
 
 @settings(deadline=None, max_examples=100)
-@given(tasks())
+@given(st.one_of(tasks(), nuclei))
 def test_arguments_name_every_field(task):
     assert {f.name for f in task.fields} >= set(task.operands) | set(task.scalars)
     values = {f.name: 0 for f in task.fields if f.kind == "ptr"} | task.scalars
@@ -89,6 +94,10 @@ def test_round_bf16_is_what_ml_dtypes_does(values):
         (lambda: GateUp(batch=1, n=8, k=12), "k=12"),
         (lambda: Qkv(batch=1, k=64, heads=4, kv_heads=2, head_dim=80, capacity=64), "head_dim=80: must be one of"),
         (lambda: AttentionDecode(batch=1, kv_heads=1, group=1, head_dim=64, capacity=64, context=64), "context=64"),
+        (
+            lambda: AttentionDecode(batch=2, kv_heads=1, group=1, head_dim=64, capacity=64, context=9, contexts=(9,)),
+            "must be one for each of 2 sequences, from 0 to context=9",
+        ),
         (lambda: MergeLinear(batch=1, n=8, k=96, head_dim=64, splits=2), "k=96: must be a positive multiple of 64"),
         (lambda: MergeLinear(batch=16, n=8, k=8192, head_dim=64, splits=2), "let attention merge"),
         (lambda: MergeLinear(batch=1, n=8, k=64, head_dim=64, splits=0), "splits=0"),

@@ -256,6 +256,22 @@ inline unsigned __ballot_sync(unsigned, bool v) {
   return lanes;
 }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
+inline std::uint64_t __shfl_xor_sync(unsigned, std::uint64_t v, int mask) {
+  return emulator::gather(v)[(emulator::cta->current % 32) ^ mask];
+}
+inline std::uint64_t __shfl_up_sync(unsigned, std::uint64_t v, int by) {
+  const int lane = emulator::cta->current % 32;
+  return emulator::gather(v)[lane < by ? lane : lane - by];
+}
+template <class T>
+inline T atomicAdd(T* at, T value) {
+  const T before = *at;
+  *at += value;
+  return before;
+}
+inline std::uint64_t __umul64hi(std::uint64_t a, std::uint64_t b) {
+  return static_cast<std::uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __shfl_sync(unsigned, float v, int lane) { return emulator::gather(v)[lane % 32]; }
 inline unsigned __float_as_uint(float v) {
   unsigned u;
