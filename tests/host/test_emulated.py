@@ -235,3 +235,18 @@ def test_a_deadlock_is_found_and_explained(monkeypatch):
     monkeypatch.setattr(EmulatedRun, "drop_copies", True)
     with pytest.raises(AssertionError, match=r"deadlock: CTA 0, \d+ threads wait for ever"):
         EmulatedRun(alone(Linear(batch=1, n=8, k=64)), num_sms=1).launches[0]()
+
+
+def test_a_cache_row_that_no_position_asks_for_must_not_change(monkeypatch):
+    """The check looks at the appended rows alone, and at whether anything else has moved."""
+    run = EmulatedRun(llama(SMALL, batch=2, context=(3, 9)))
+    launch = next(i for i, op in enumerate(run.program.ops) if op.kind == "qkv")
+    honest = run.launches[launch]
+
+    def astray():
+        honest()
+        run.buffers["v_cache"].view(np.uint16)[0, 1, 0, 5, 7] ^= 1
+
+    run.launches[launch] = astray
+    with pytest.raises(CheckFailed, match=r"layer0.qkv.v_cache\[1, 0, 5, 7\]: changed, though only positions \[3, 9\] are appended"):
+        check_by_op(run)
