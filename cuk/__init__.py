@@ -17,14 +17,17 @@ _HOME = {
     "Launch": "cuk.launch",
     "Machine": "cuk.machine",
     "Program": "cuk.program",
+    "Schedule": "cuk.schedule",
     "Task": "cuk.task",
     "build": "cuk.runs",
     "capture": "cuk.launch",
     "check": "cuk.runs",
     "compare": "cuk.compare",
     "compile": "cuk.compile",
+    "simulate": "cuk.simulate",
+    "validate": "cuk.validate",
 }
-_MODULES = ("bench", "launch", "machine", "programs", "rivals", "runs", "task", "tasks")
+_MODULES = ("bench", "launch", "machine", "programs", "rivals", "runs", "schedulers", "task", "tasks")
 
 __all__ = sorted({*_HOME, *_MODULES})
 

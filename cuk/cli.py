@@ -1,5 +1,5 @@
-"""The command line: `cuk compare PROGRAM`, `cuk decode`, `cuk doctor`. Exit code 0: done; 1: a run is impossible, failed its check, or a file
-is missing; 2: bad usage, or a file that is not what it should be."""
+"""The command line: `cuk compare PROGRAM`, `cuk decode`, `cuk schedule PROGRAM`, `cuk check FILE`, `cuk doctor`. Exit code 0: done; 1: a run is
+impossible, failed its check, a schedule is refused, or a file is missing; 2: bad usage, or a file that is not what it should be."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ import contextlib
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cuk.bench import measure_floor
 from cuk.compare import RUNS, compare, has_gpu, size_up
+from cuk.counters import DEPS, SIGNALS
 from cuk.decode import Decoder, Request, request
 from cuk.doctor import examine
 from cuk.launch import gpu_missing
+from cuk.machine import Machine
 from cuk.program import Program
-from cuk.programs import MODELS, chain, decoding, llama
+from cuk.programs import MODELS, chain, decoding, llama, rebuild
 from cuk.programs.chain import LLAMA_1B
 from cuk.programs.decoding import bytes_at
 from cuk.rivals import RIVALS
 from cuk.runs import RUNS as KNOWN_RUNS
 from cuk.runs import CheckFailed, build
+from cuk.schedule import Schedule
+from cuk.schedulers import SCHEDULERS
 from cuk.text import Spelled, Speller, stop_tokens
+from cuk.validate import Refused, validate
 
 PROGRAMS = (*MODELS, "chain")
 
@@ -39,6 +45,13 @@ EXAMPLES = {
   cuk decode --model ~/models/Qwen3-0.6B --prompt "Once upon" --prompt "In the year" --temperature 0.8 --top-p 0.95 --seed 7
   cuk decode --model llama-3.2-1b --ids 1,2,3 --tokens 128 --run graph --json
   cuk decode --model ./tiny --ids 1 --tokens 8 --run reference""",
+    "schedule": """examples:
+  cuk schedule llama-3.2-1b -o 1b.json
+  cuk schedule llama-3.1-8b --scheduler balanced --deps tile --context 4096 -o 8b.json
+  cuk schedule chain --scheduler waves --num-sms 66 --teams 3 -o chain.json --json""",
+    "check": """examples:
+  cuk check 1b.json
+  cuk check 1b.json --machine h200 --json""",
     "doctor": """examples:
   cuk doctor
   cuk doctor --json""",
@@ -58,11 +71,7 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     c = command("compare", "Time a program in several runs beside the measured floor; without a GPU, size it up on a stored machine.")
-    c.add_argument("program", metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}")
-    c.add_argument("--batch", type=int, help="sequences, 1 to 16 (default: as many as contexts are given)")
-    c.add_argument(
-        "--context", default="1024", metavar="N[,N…]", help="tokens already in the KV cache, for all sequences or for each (default 1024)"
-    )
+    _add_program(c)
     c.add_argument(
         "--runs",
         default=",".join(RUNS),
@@ -89,8 +98,33 @@ def parser() -> argparse.ArgumentParser:
     d.add_argument("--stop", metavar="N,N…|none", help="tokens that end a text (default: the checkpoint's eos_token_id)")
     d.add_argument("--capacity", type=int, help="rows of the KV cache (default: as many as the longest prompt and --tokens need)")
     d.add_argument("--device", type=int, help="CUDA device (default: the current one)")
+    c = command("schedule", "Make a schedule of a program, prove it, and write it to a file.")
+    _add_program(c)
+    c.add_argument("--scheduler", default="round_robin", help=f"one of {', '.join(SCHEDULERS)} (default %(default)s)")
+    c.add_argument("--deps", default="op", help=f"what a task waits for, {' or '.join(DEPS)} (default %(default)s)")
+    c.add_argument(
+        "--signals", default="task", help=f"who signals, every {SIGNALS[0]} or the {SIGNALS[1]} of a queue (default %(default)s)"
+    )
+    c.add_argument("--num-sms", type=int, help="SMs to use (default: all)")
+    c.add_argument("--teams", type=int, default=2, help="teams of warps in a CTA (default 2)")
+    c.add_argument("--stages", type=int, help="stages of each team's ring (default: as many as fit)")
+    c.add_argument("--machine", default="h200", help="stored machine to schedule for (default h200)")
+    c.add_argument("-o", "--output", metavar="FILE", required=True, help="where to write it, as JSON")
+    c = command(
+        "check", "Prove that a schedule computes its program: each task once, no deadlock, no race, within the machine's resources."
+    )
+    c.add_argument("file", metavar="FILE", help="a schedule as `cuk schedule` writes it")
+    c.add_argument("--machine", help="stored machine that it must be for (default: the one in the file)")
     command("doctor", "Say what this machine has and lacks for the runs, and how to get it.")
     return top
+
+
+def _add_program(c: argparse.ArgumentParser) -> None:
+    c.add_argument("program", metavar="PROGRAM", help=f"one of {', '.join(PROGRAMS)}")
+    c.add_argument("--batch", type=int, help="sequences, 1 to 16 (default: as many as contexts are given)")
+    c.add_argument(
+        "--context", default="1024", metavar="N[,N…]", help="tokens already in the KV cache, for all sequences or for each (default 1024)"
+    )
 
 
 def program_of(name: str, batch: int | None, context: str) -> Program:
@@ -110,7 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     given = parser().parse_args(arguments)
     try:
-        return {"compare": run_compare, "decode": run_decode, "doctor": run_doctor}[given.command](given)
+        commands = {"compare": run_compare, "decode": run_decode, "schedule": run_schedule, "check": run_check, "doctor": run_doctor}
+        return commands[given.command](given)
     except (ValueError, RuntimeError, MemoryError, CheckFailed, ImportError, OSError) as error:
         print(f"cuk {given.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -254,6 +289,64 @@ def _speed(decoder: Decoder, asked: Request, decoded: list[list[int]], seconds: 
             floor_us = measure_floor().us(needed)
     return {"steps": decoder.steps, "seconds": seconds, "tokens_per_s": sum(map(len, decoded)) / seconds, "step_us": step_us,
             "floor_us": floor_us, "ratio_to_floor": floor_us and step_us / floor_us}  # fmt: skip
+
+
+def run_schedule(given: argparse.Namespace) -> int:
+    if given.scheduler not in SCHEDULERS:
+        raise ValueError(f"unknown scheduler {given.scheduler!r}: known ones are {', '.join(SCHEDULERS)}")
+    program, machine = program_of(given.program, given.batch, given.context), Machine.load(given.machine)
+    options = {name: getattr(given, name) for name in ("deps", "signals", "num_sms", "teams", "stages")}
+    schedule = SCHEDULERS[given.scheduler](program, machine, **options)
+    found = _proof(schedule, program, machine)
+    if found["proved"]:
+        try:
+            schedule.save(given.output)
+        except OSError as error:
+            raise ValueError(f"{given.output} cannot be written: {error.strerror or error}") from error
+        found["file"] = given.output
+    return _tell(found, schedule, given.json)
+
+
+def run_check(given: argparse.Namespace) -> int:
+    try:
+        schedule = Schedule.load(given.file)
+    except OSError as error:
+        raise ValueError(f"{given.file} cannot be read: {error.strerror or error}") from error
+    try:
+        program = rebuild(schedule.program, schedule.spec)
+    except ValueError as error:
+        raise ValueError(
+            f"{given.file}: field 'spec': {error}; a program of your own is checked by cuk.validate(schedule, program, machine)"
+        ) from error
+    machine = Machine.load(given.machine) if given.machine else Machine.from_json(dict(schedule.limits), f"{given.file}: field 'limits'")
+    return _tell(_proof(schedule, program, machine), schedule, given.json)
+
+
+def _proof(schedule: Schedule, program: Program, machine: Machine) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        found = {"proved": True, **asdict(validate(schedule, program, machine))}
+    except Refused as refused:
+        found = {"proved": False, "reason": refused.reason, "message": str(refused)}
+    return {"program": program.name, "machine": machine.name, "scheduler": schedule.scheduler, "deps": schedule.deps, **found,
+            "seconds": round(time.perf_counter() - start, 3)}  # fmt: skip
+
+
+def _tell(found: dict[str, Any], schedule: Schedule, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(found, indent=1))
+    elif found["proved"]:
+        print(schedule)
+        print(
+            f"proved in {found['seconds']} s: each of {found['num_instructions']} tasks once, no deadlock, {found['op_pairs']} pairs of ops in "
+            f"order ({found['tile_pairs']} of them tile by tile), {found['smem_bytes']} bytes of shared memory a CTA"
+        )
+        if "file" in found:
+            print(f"written to {found['file']}")
+    else:
+        print(schedule)
+        print(f"REFUSED ({found['reason']}): {found['message']}")
+    return 0 if found["proved"] else 1
 
 
 def run_doctor(given: argparse.Namespace) -> int:

@@ -117,6 +117,12 @@ class Task(abc.ABC):
         """Ring stages that `tasks` tasks of one team fill: more than these are of no use to a kernel. Unbounded unless overridden."""
         return 1 << 30
 
+    @property
+    def dependent_loads(self) -> frozenset[str]:
+        """Operands of which the ring may bring what an op of the same step wrote: read as soon as the task's own waits are over, whatever
+        stands before it in its queue. Unless overridden, of a task that has a ring, all that it reads."""
+        return frozenset(name for name, o in self.operands.items() if o.access != "out") if self.stage_bytes else frozenset()
+
     def weights_from(self, task: int) -> tuple[str, int, int] | None:
         """(operand, first byte, byte behind the last) of what this task and those after it read in order; None where there is no such thing."""
         return None

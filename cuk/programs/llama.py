@@ -321,4 +321,20 @@ def llama(
     return p
 
 
+def of_meta(name: str, meta: Mapping) -> Program:
+    """The program that has this `meta`, with random weights. Raises ValueError naming what `meta` lacks or has wrong."""
+    lacking = sorted(set(_META) - set(meta))
+    if lacking:
+        raise ValueError(f"program {name!r}: its specification lacks {', '.join(lacking)}")
+    config = Config(**{field: meta[key] for key, field in _META.items() if field})
+    return llama(config, batch=meta["batch"], context=meta["context"], capacity=meta["capacity"], name=name)
+
+
+_META = {
+    "batch": None, "context": None, "capacity": None, "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate": "intermediate_size", "vocab": "vocab_size",
+    "rms_eps": "rms_norm_eps", "rope_theta": "rope_theta", "rope_scaling": "rope_scaling", "tied": "tie_word_embeddings", "qk_norm": "qk_norm",
+}  # fmt: skip
+"""A program's `meta`, and the field of Config that says it."""
+
 llama.from_pretrained = from_pretrained

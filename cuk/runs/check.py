@@ -97,7 +97,9 @@ class _Appended:
 
     def expected(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The reference's outputs, of caches the new rows [batch, kv_heads, head_dim]."""
-        return {key: np.stack([value[b, :, b] for b in range(len(value))]) if key in self.caches else value for key, value in values.items()}
+        return {
+            key: np.stack([value[b, :, b] for b in range(len(value))]) if key in self.caches else value for key, value in values.items()
+        }
 
     def rows(self, key: str) -> np.ndarray:
         return np.stack([to_numpy(self.caches[key][b, :, position]) for b, position in enumerate(self.positions)])

@@ -78,6 +78,11 @@ class AttentionDecode(Task):
     def stage_bytes(self) -> int:
         return round_up(2 * self.positions_per_stage * self.head_dim * 2 + 4 * 32, 1024)
 
+    @property
+    def dependent_loads(self) -> frozenset[str]:
+        """None: the ring brings old positions only, and the consumers read the new one after their wait."""
+        return frozenset()
+
     def stages_of_team(self, tasks: int) -> int:
         """For `context` old positions and up to one stage more in each range: a longer context only takes turns in the ring."""
         return tasks * max(2, ceil_div(ceil_div(self.context, self.positions_per_stage), self.splits))

@@ -56,6 +56,10 @@ class MatvecTask(Task):
     def stage_bytes(self) -> int:
         return round_up(TILE_ROWS * self.chunk_k * 2 + (self.batch * (self.chunk_k * 2 + PAD_BYTES) if self.stream_x else 0), 1024)
 
+    @property
+    def dependent_loads(self) -> frozenset[str]:
+        return frozenset({"w", "x"} if self.stream_x else {"w"})
+
     def stages_of_team(self, tasks: int) -> int:
         return tasks * ceil_div(self.k, self.chunk_k)
 

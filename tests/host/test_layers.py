@@ -24,11 +24,13 @@ ORDER = [
         "text",
         "program",
         "programs",
+        "conflicts",
+        "target",
         "schedule",
-        "validate",
-        "simulate",
-        "schedulers",
+        "counters",
+        "clocks",
     ),
+    *("validate", "simulate", "schedulers"),
     *("nvrtc", "compile", "launch", "runs", "decode", "record", "bench", "rivals", "compare", "doctor", "cli"),
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -1,0 +1,245 @@
+"""What a schedule orders, exactly: for every instruction, how far each queue has certainly come before it starts.
+
+A task Y comes after a task X in every execution if and only if Y cannot start when X never ends and everything else runs as far as it
+can. Counters only rise and queues only advance, so that farthest point does not depend on the order of execution. Blocking each task in turn
+takes a search a task. Here all searches run at once: tasks of one queue (of one team of it) form a chain, and blocking one blocks the
+rest, so what is ordered before Y is a prefix of each chain, and a row of prefix lengths, Y's clock, holds the outcome of every search:
+
+  clock(Y)     = max over Y's waits of guarantee(counter, threshold), and over the instruction before Y in its chain
+  guarantee(c, k)[chain] = the k-th smallest of clock(s)[chain] over the instructions s that signal c, each counted with itself in its own chain
+
+since to reach k, c needs a signal of some instruction that is not among the k - 1 least dependent ones. The greatest solution is
+sought: the search is a least fixed point and this is its complement. Where every wait is for all signals one pass finds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuk.conflicts import siblings
+from cuk.program import Program
+from cuk.schedule import NONE, Schedule
+
+NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A schedule cut into runs: instructions in a row that wait for the same. `waits[i]`: the (counter, threshold) of wait set i; `wait_set`
+    [n] of each instruction; run r holds instructions bounds[r] … bounds[r + 1] - 1, of queue[r]; `handed`: for the run's first instruction,
+    hand-overs that it waits for besides, as (counter behind the schedule's own, threshold)."""
+
+    waits: list[list[tuple[int, int]]]
+    wait_set: np.ndarray
+    bounds: np.ndarray
+    queue: np.ndarray
+    handed: dict[int, tuple[int, int]]
+    signals: list[list[tuple[int, int]]]
+
+
+def runs_of(schedule: Schedule, program: Program) -> Runs:
+    """Every instruction must be of a task of the program, each task appearing once at most."""
+    n = schedule.num_instructions
+    live = (schedule.waits[:, :, :1] != NONE) & (schedule.waits[:, :, 1:] > 0)  # a threshold of 0 or less is reached at once
+    rows = np.ascontiguousarray(np.where(live, schedule.waits, NONE).reshape(n, -1))
+    if rows.shape[1]:
+        keys = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
+        _, at, wait_set = np.unique(keys, return_index=True, return_inverse=True)
+    else:
+        at, wait_set = np.zeros(min(n, 1), int), np.zeros(n, int)
+    waits = [[(c, k) for c, k in rows[i].reshape(-1, 2).tolist() if c != NONE] for i in at]
+
+    # Hand-overs between siblings are counters of their own here, one for each taker.
+    instruction = np.full(schedule.first_task[-1], NONE, np.int64)
+    instruction[schedule.first_task[schedule.op] + schedule.task] = np.arange(n)
+    posters, takers = [], []
+    for first, op in zip(schedule.first_task, program.ops, strict=False):
+        mine, theirs = siblings(op)
+        posters.append(instruction[mine + first])
+        takers.append(instruction[theirs + first])
+    poster, taker = np.concatenate(posters), np.concatenate(takers)
+    who, number, count = np.unique(taker, return_inverse=True, return_counts=True)
+    handed_to = {int(i): (schedule.num_counters + j, int(k)) for j, (i, k) in enumerate(zip(who, count, strict=True))}
+
+    cut = np.zeros(n, bool)
+    cut[1:] = wait_set[1:] != wait_set[:-1]
+    cut[schedule.starts[:-1][np.diff(schedule.starts) > 0]] = True
+    cut[who] = True
+    firsts = np.flatnonzero(cut)
+    run = np.cumsum(cut) - 1
+    signals: list[list[tuple[int, int]]] = [[] for _ in firsts]
+    has = schedule.signal >= 0
+    pairs = np.concatenate([
+        np.stack([run[has], schedule.signal[has]], axis=1), np.stack([run[poster], number.reshape(-1) + schedule.num_counters], axis=1)
+    ])  # fmt: skip
+    code, times = np.unique(pairs[:, 0] * (schedule.num_counters + len(who) + 1) + pairs[:, 1], return_counts=True)
+    for r, c, k in zip(*divmod(code, schedule.num_counters + len(who) + 1), times, strict=True):
+        signals[r].append((int(c), int(k)))
+    return Runs(
+        waits, wait_set, np.append(firsts, n), np.searchsorted(schedule.starts, firsts, side="right") - 1,
+        {int(run[i]): wait for i, wait in handed_to.items()}, signals,
+    )  # fmt: skip
+
+
+def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Runs everything as far as it can, queues in order: (runs in the order in which they end, (run, counter, threshold) of those that wait
+    for ever). How far it gets does not depend on the order of execution."""
+    values = [0] * (schedule.num_counters + len(runs.handed))
+    waiting: dict[int, list[tuple[int, int]]] = {}  # counter -> (threshold, run)
+    blocked: dict[int, tuple[int, int]] = {}
+    done: list[int] = []
+    ends = np.searchsorted(runs.queue, np.arange(schedule.num_queues), side="right").tolist()
+    queue, bounds = runs.queue.tolist(), runs.bounds.tolist()
+
+    def unmet(run: int) -> tuple[int, int] | None:
+        wanted = runs.waits[runs.wait_set[bounds[run]]]
+        if run in runs.handed:
+            wanted = [*wanted, runs.handed[run]]
+        return next(((c, k) for c, k in wanted if values[c] < k), None)
+
+    def block(run: int, wait: tuple[int, int]) -> None:
+        blocked[run] = wait
+        waiting.setdefault(wait[0], []).append((wait[1], run))
+
+    def finish(run: int) -> list[int]:
+        """The runs whose wait that ends."""
+        done.append(run)
+        woken = []
+        for c, times in runs.signals[run]:
+            values[c] += times
+            if c in waiting:
+                woken += [r for k, r in waiting[c] if k <= values[c]]
+                waiting[c] = [(k, r) for k, r in waiting[c] if k > values[c]]
+        return woken
+
+    # One taker alone must get through a shared queue, since the others may be late: its queue is then like an SM's own.
+    ready = list(dict.fromkeys(np.searchsorted(runs.queue, np.unique(runs.queue)).tolist()))
+    while ready:
+        run = ready.pop()
+        blocked.pop(run, None)
+        if wait := unmet(run):
+            block(run, wait)
+            continue
+        ready += finish(run)
+        if run + 1 < ends[queue[run]]:
+            ready.append(run + 1)
+    return done, [(run, *wait) for run, wait in blocked.items()]
+
+
+class Clocks:
+    """Which instructions come before which. `column` and `need` [n]: Y starts after X if clock(Y)[column[X]] >= need[X]."""
+
+    def __init__(self, schedule: Schedule, runs: Runs, done: list[int]):
+        self.schedule, self.runs = schedule, runs
+        n, teams = schedule.num_instructions, schedule.teams
+        if schedule.dynamic:
+            # Nothing but counters orders what any number of SMs take: tasks that wait for and signal the same are alike, and the first
+            # of them stands for each of them as the blocked one.
+            kinds = np.stack([runs.wait_set, schedule.signal], axis=1)
+            _, first, column = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+            self.column, self.need = column.reshape(-1), np.ones(n, np.int64)
+            self.marks = np.zeros(n, bool)
+            self.marks[first] = True
+            self.row, self.own = runs.wait_set, np.full(len(runs.waits), NONE)
+            self.place = np.zeros(n, np.int64)
+            width, rows = len(first), len(runs.waits)
+        else:
+            queue = np.repeat(np.arange(schedule.num_queues), np.diff(schedule.starts))
+            at = np.arange(n) - schedule.starts[queue]
+            self.column, self.place = queue * teams + at % teams, at // teams
+            self.need, self.marks = self.place + 1, np.ones(n, bool)
+            run = np.repeat(np.arange(len(runs.queue)), np.diff(runs.bounds))
+            self.row = run * teams + at % teams
+            self.own = np.repeat(runs.queue, teams) * teams + np.tile(np.arange(teams), len(runs.queue))
+            width, rows = schedule.num_queues * teams, len(runs.queue) * teams
+        self.lanes = 0 if schedule.dynamic else teams
+        self.clock = np.full((rows, width), NEVER, np.int32)
+        self.by_waits = np.full((len(runs.waits), width), NEVER, np.int32)  # of an instruction's own waits alone
+        self._signallers()
+        self._solve(done)
+
+    def _signallers(self) -> None:
+        """The instructions that signal each counter, and for each counter the rows that they are in and how far they are in their chains."""
+        signal, c = self.schedule.signal, self.schedule.num_counters
+        order = np.argsort(signal, kind="stable")
+        bounds = np.searchsorted(signal[order], np.arange(c + 1))
+        self.signallers = [order[bounds[i] : bounds[i + 1]] for i in range(c)]
+        self.rows_of = [np.unique(self.row[members]) for members in self.signallers]
+
+    def _guarantee(self, counter: int, threshold: int) -> np.ndarray:
+        members = self.signallers[counter]
+        marked = members[self.marks[members]]
+        if threshold >= len(members):
+            result = self.clock[self.rows_of[counter]].max(axis=0)
+            np.maximum.at(result, self.column[marked], self.need[marked].astype(np.int32))
+            return result
+        ends = self.clock[self.row[members]]
+        at = np.flatnonzero(self.marks[members])
+        ends[at, self.column[marked]] = np.maximum(ends[at, self.column[marked]], self.need[marked])
+        return np.partition(ends, threshold - 1, axis=0)[threshold - 1]
+
+    def _solve(self, done: list[int]) -> None:
+        runs, lanes = self.runs, self.lanes
+        partial = any(k < len(self.signallers[c]) for wanted in runs.waits for c, k in wanted)
+        sets, queue, bounds, starts = (
+            runs.wait_set[runs.bounds[:-1]].tolist(),
+            runs.queue.tolist(),
+            runs.bounds.tolist(),
+            self.schedule.starts,
+        )
+        while True:
+            before = self.clock.copy() if partial else None
+            fresh: set[int] = set()
+            known: dict[tuple[int, int], np.ndarray] = {}
+            for run in done:
+                wanted = sets[run]
+                if wanted not in fresh:
+                    fresh.add(wanted)
+                    row = np.zeros(self.clock.shape[1], np.int32)
+                    for wait in runs.waits[wanted]:
+                        if wait not in known:
+                            known[wait] = self._guarantee(*wait)
+                        np.maximum(row, known[wait], out=row)
+                    self.by_waits[wanted] = row
+                    if not lanes:
+                        self.clock[wanted] = row
+                behind, size = bounds[run] - int(starts[queue[run]]), bounds[run + 1] - bounds[run]
+                follows = run > 0 and queue[run - 1] == queue[run]
+                for lane in range(lanes):
+                    row = run * lanes + lane
+                    mine = self.clock[row]
+                    # A chain that has no instruction in this run has waited for nothing here.
+                    mine[:] = self.by_waits[wanted] if (lane - behind) % lanes < size else 0
+                    if follows:
+                        np.maximum(mine, self.clock[row - lanes], out=mine)
+                    # The instructions of this chain before the run's first.
+                    mine[self.own[row]] = max(mine[self.own[row]], (behind - lane + lanes - 1) // lanes)
+            if not partial or np.array_equal(before, self.clock):
+                return
+
+    def after(self, later: np.ndarray, column: np.ndarray, need: np.ndarray, by_waits: bool = False) -> np.ndarray:
+        """Whether each instruction `later` starts after the chain `column` has come to `need`; `by_waits`: for what it reads as soon as its
+        own waits are over."""
+        if by_waits:
+            return self.by_waits[self.runs.wait_set[later], column] >= need
+        return np.maximum(self.clock[self.row[later], column], np.where(self.own[self.row[later]] == column, self.place[later], 0)) >= need
+
+    def least(self, group: np.ndarray, num_groups: int, by_waits: bool = False) -> np.ndarray:
+        """The least clock of each group's instructions, int32 [groups, columns]; NEVER for an empty one. group: [n]."""
+        row = self.runs.wait_set if by_waits else self.row
+        rows = len(self.by_waits if by_waits else self.clock)
+        order = np.argsort(group * rows + row, kind="stable")
+        code, first = np.unique((group * rows + row)[order], return_index=True)
+        groups, which = np.divmod(code, rows)
+        clocks = (self.by_waits if by_waits else self.clock)[which]
+        if not by_waits and self.lanes:
+            own = self.own[which]
+            place = np.minimum.reduceat(self.place[order], first)
+            at = np.arange(len(which))
+            clocks[at, own] = np.maximum(clocks[at, own], place)
+        starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+        result = np.full((num_groups, clocks.shape[1]), NEVER, np.int32)
+        result[groups[starts]] = np.minimum.reduceat(clocks, starts, axis=0)
+        return result
