@@ -127,16 +127,13 @@ class Program:
         return self.buffers[name]
 
     def op(self, kind: str, task: Task, name: str | None = None, **views: Buffer | View) -> Op:
-        """Appends an op. Scratch operands that are not given get buffers of their own, shared by the ops of this kind.
+        """Appends an op. Scratch operands that are not given get buffers of their own.
         Raises ValueError naming the operand whose view is missing, unknown, or of the wrong shape or dtype."""
         name = name or kind
         given = {key: View(v) if isinstance(v, Buffer) else v for key, v in views.items()}
         for key, operand in task.operands.items():
             if key not in given and operand.role == "scratch":
-                buffer = self.buffers.get(f"{kind}.{key}") or self.buffer(
-                    f"{kind}.{key}", operand.shape, operand.dtype, "scratch", Init("empty")
-                )
-                given[key] = View(buffer)
+                given[key] = View(self.buffer(f"{name}.{key}", operand.shape, operand.dtype, "scratch", Init("empty")))
             if key not in given:
                 raise ValueError(f"op {name!r}: operand {key!r} is missing; {type(task).__name__} takes {', '.join(task.operands)}")
             view = given[key]

@@ -9,16 +9,20 @@ from typing import Any
 
 from cuk.machine import Machine
 from cuk.program import Program
-from cuk.task import args_offsets
+from cuk.task import args_offsets, round_up
 
 HEAD_WORDS = 4
 """Of an instruction: opcode, op, task, signal; then (counter, threshold) for each wait."""
-WORDS_VERSION = 1
+WORDS_VERSION = 2
 THREADS_PER_TEAM = 160  # four consumer warps and a producer warp
 MAX_TEAMS = 6
 MAX_STAGES = 64
-RUNTIME_BYTES = 1024
-"""Shared memory of an interpreter beside rings and scratch: instructions fetched ahead, its own barriers."""
+MAX_WORDS = 32
+"""Of an instruction: a lane fetches one."""
+SLOTS = 4
+"""Instructions that each team's producer fetches ahead."""
+RECORD_HEAD_BYTES = 32
+"""Of what an interpreter keeps of an op, before its arguments: where its words are."""
 
 
 def fingerprint(program: Program, machine: Machine) -> dict[str, str]:
@@ -50,14 +54,20 @@ def _digest(what: Any) -> str:
 
 
 # ---- shared memory ----
+def record_bytes(program: Program) -> int:
+    """What an interpreter keeps of an op: where its words are, and arguments of the largest size."""
+    return RECORD_HEAD_BYTES + round_up(max((args_offsets(op.task.fields)[1] for op in program.ops), default=0), 16)
+
+
 def smem_bytes(program: Program, teams: int, stages: int) -> int:
-    """Shared memory of the one CTA that interprets a program on an SM: rings of `stages` stages of the largest size, each with two barriers,
-    and the largest scratch for each team; the largest memory that teams share; the interpreter's own."""
+    """Shared memory of the one CTA that interprets a program on an SM, for each team: a ring of `stages` stages of the largest size, the
+    largest staged operands and scratch, and instructions fetched ahead; each stage and each instruction with two barriers."""
     tasks = [op.task for op in program.ops]
     stage, shared, scratch = (
         max((getattr(t, name) for t in tasks), default=0) for name in ("stage_bytes", "shared_bytes", "scratch_bytes")
     )
-    return RUNTIME_BYTES + shared + teams * (scratch + stages * (stage + 16))
+    slots = SLOTS * (4 * MAX_WORDS + record_bytes(program) + 16)
+    return teams * (slots + shared + scratch + stages * (stage + 16))
 
 
 def most_stages(program: Program, machine: Machine, teams: int) -> int:

@@ -142,7 +142,7 @@ class Task(abc.ABC):
         """Shared memory of each team."""
         return 0
 
-    # ---- word by word: how a kernel hands its output to the next one before it has ended ----
+    # ---- word by word: how an op hands its output on before it has ended ----
     @property
     def posts(self) -> tuple[str, ...]:
         """The outputs that the device can post as words of four columns, one after another; none unless overridden."""
@@ -156,6 +156,11 @@ class Task(abc.ABC):
     @property
     def polls(self) -> tuple[str, ...]:
         """The operands that the device can take as such words; none unless overridden."""
+        return ()
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """An operand of which each task can take its own elements as such words; none unless overridden."""
         return ()
 
     @property

@@ -26,21 +26,31 @@ struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
     const bool mine = b < a.batch && row < a.n;
     const size_t at = static_cast<size_t>(b) * a.n + row;
     bf16 residual{};  // kept as it was loaded: widening it here would wait for it
-    if (!Policy::kPolls && kResidual && mine) residual = a.residual[at];
+    u64 word = 0;      // or the word that holds it, where it comes so
+    if (kResidual && mine) {
+      if constexpr (Policy::kResidualWords)
+        word = peek(policy.residuals() + at / 4);
+      else if constexpr (!Policy::kPolls)
+        residual = a.residual[at];
+    }
     const int last = Base::chunks_of(a.k) - 1;
     float y = Base::sums(ring, team, a.batch, a.k, shared, scratch, iteration, [&](int chunk) {
       if constexpr (Policy::kPolls) {
-        if (kByChunk && iteration == 0) policy.wait_staged(chunk);
+        if (Policy::kStagers && kByChunk && iteration == 0) policy.wait_staged(chunk);
         if (chunk == last) {
           policy.wait();
-          if (kResidual && mine) residual = a.residual[at];
+          if (!Policy::kResidualWords && kResidual && mine) residual = a.residual[at];
         }
       }
     });
-    if constexpr (Policy::kPosts) {
-      if (team.warp() * 4 >= a.batch) return;  // whole warps leave: a word is put together within one
+    if constexpr (Policy::kPosts || Policy::kResidualWords) {
+      if (team.warp() * 4 >= a.batch) return;  // whole warps leave: a word is put together, and waited for, within one
     } else {
       if (!mine) return;
+    }
+    if constexpr (kResidual && Policy::kResidualWords) {
+      await(mine, [&] { return word != kEmptyWord; }, [&] { word = peek(policy.residuals() + at / 4); });
+      residual.bits = static_cast<u16>(word >> at % 4 * 16);
     }
     if constexpr (kNorm)
       if (mine) y *= Base::inverse_rms(a, team, shared, scratch, iteration);

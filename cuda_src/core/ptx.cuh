@@ -217,6 +217,9 @@ __device__ __forceinline__ void tensor_load(void* destination, const TensorMap* 
       : "memory");
 }
 
+// What this thread knows to be written through the generic proxy, it may now have read through the async one, and the other way round.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // ---- programmatic dependent launch ----
 
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -45,4 +45,27 @@ __device__ __forceinline__ bool both_full(const Vec16& words) {
   return (words.x & words.y) != kEmptyHalf && (words.z & words.w) != kEmptyHalf;
 }
 
+// ---- counters, of a persistent run ----
+// A task's signal: its four warps have met at a barrier, and one thread adds one. kRelease: what any of them wrote before that barrier is visible
+// to whoever observes the count and reads after (the barrier orders the others before the release, which is cumulative). kRelaxed: nothing is;
+// for studies of what the release costs.
+enum class Ordering { kRelease, kRelaxed };
+
+template <Ordering kOrdering>
+__device__ __forceinline__ void signal(u32* counter) {
+  if constexpr (kOrdering == Ordering::kRelease)
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+  else
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+template <Ordering kOrdering>
+__device__ __forceinline__ u32 observe(const u32* counter) {
+  u32 count;
+  if constexpr (kOrdering == Ordering::kRelease)
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  else
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
+
 }  // namespace cuk

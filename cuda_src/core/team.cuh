@@ -21,15 +21,17 @@ struct Team {
   u32 thread;  // 0 … 127
   __device__ int warp() const { return static_cast<int>(thread / kWarpSize); }
   __device__ int lane() const { return static_cast<int>(thread % kWarpSize); }
-  // Barrier 0 is the whole CTA's; team i takes barrier 2 + i.
-  __device__ void sync() const { named_barrier_sync(2 + index, kTeamThreads); }
+  // Barrier 0 is the whole CTA's, 1 that of a crew of several teams; team i takes barrier 2 + i.
+  __device__ int barrier() const { return 2 + index; }
+  __device__ void sync() const { named_barrier_sync(barrier(), kTeamThreads); }
 };
 
-// The consumer threads of all the teams of a CTA, which stage an op's small operands together.
+// The consumer threads that stage an op's small operands together: those of all the teams of a CTA, or of one.
 struct Crew {
   int thread;
   int num_threads;
-  __device__ void sync() const { named_barrier_sync(1, num_threads); }
+  int barrier = 1;
+  __device__ void sync() const { named_barrier_sync(barrier, num_threads); }
 };
 
 // Two values in a word that can be posted: never the empty one.
@@ -42,14 +44,14 @@ __device__ __forceinline__ float2 floats_of(u64 word) {
   return make_float2(__uint_as_float(static_cast<u32>(word)), __uint_as_float(static_cast<u32>(word >> 32)));
 }
 
-// Four neighbouring columns of a row, held by threads 4 i … 4 i + 3 of a warp, all of whose threads call: as a word to the next kernel, posted by
+// Four neighbouring columns of a row, held by threads 4 i … 4 i + 3 of a warp, all of whose threads call: as a word to the next op, posted by
 // the first of the four. `at`: the element. All bits set is no bf16 that was rounded from a float.
 template <class Policy>
 __device__ __forceinline__ void post_columns(const Policy& policy, bf16 element, int at, bool active) {
   const int bits = element.bits;
   const u32 pair = static_cast<u32>(bits | __shfl_xor_sync(kFullMask, bits, 1) << 16);
   const u32 next = static_cast<u32>(__shfl_xor_sync(kFullMask, static_cast<int>(pair), 2));
-  if (active && (at & 3) == 0) post(policy.postings() + at / 4, static_cast<u64>(next) << 32 | pair);
+  if (active && (at & 3) == 0) policy.post(at / 4, static_cast<u64>(next) << 32 | pair);
 }
 
 // Waits for what a first look did not find, in each lane of a warp that wants it: full() tells, peek() looks again. The lowest lane that misses
@@ -68,7 +70,7 @@ __device__ __forceinline__ void await(bool wanted, const Full& full, const Peek&
     if (lane == leader || (all && (missing >> lane & 1) != 0)) peek();
   }
 }
-// Two words from the kernel before, of which `words` is what a first look gave.
+// Two words from the op before, of which `words` is what a first look gave.
 __device__ __forceinline__ void take_two(Vec16& words, const void* from, bool wanted) {
   await(wanted, [&] { return both_full(words); }, [&] { words = peek_two(from); });
 }

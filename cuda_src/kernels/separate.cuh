@@ -43,6 +43,8 @@ template <bool kPdl, Words kWords, class Tracer>
 struct SeparatePolicy {
   static constexpr bool kPosts = kWords == Words::kPosts || kWords == Words::kBoth;
   static constexpr bool kPolls = kWords == Words::kPolls || kWords == Words::kBoth;
+  static constexpr bool kResidualWords = false;  // it is read after the wait
+  static constexpr bool kStagers = kPolls;       // warps that stage an x which is used chunk by chunk
   static_assert(kPdl || kWords == Words::kNone, "after a full edge there is nothing to take early");
   const LaunchArgs& launch;
   u64* staged;  // an mbarrier for each chunk of x
@@ -57,7 +59,7 @@ struct SeparatePolicy {
   }
   // Whether all tasks of the op run at the same time, so that each may wait for any other.
   __device__ bool together() const { return all_at_once; }
-  __device__ u64* postings() const { return launch.postings; }
+  __device__ void post(int index, u64 content) const { cuk::post(launch.postings + index, content); }
   __device__ const bf16* arrivals() const { return reinterpret_cast<const bf16*>(launch.arrivals); }
   __device__ void wait_staged(int chunk) const { mbarrier_wait(staged + chunk, 0); }
 };

@@ -19,8 +19,15 @@ struct Embed : Ringless {
     policy.wait();
     bf16* x = a.x + static_cast<size_t>(task) * a.hidden;
 #pragma unroll 4
-    for (int i = team.thread * 8; i < a.hidden; i += kTeamThreads * 8)
-      *reinterpret_cast<Vec16*>(x + i) = load_constant(row + i);
+    for (int i = team.thread * 8; i < a.hidden; i += kTeamThreads * 8) {
+      const Vec16 v = load_constant(row + i);
+      if constexpr (Policy::kPosts) {
+        const int at = (task * a.hidden + i) / 4;
+        policy.post(at, word_of(v.x, v.y));
+        policy.post(at + 1, word_of(v.z, v.w));
+      }
+      *reinterpret_cast<Vec16*>(x + i) = v;
+    }
   }
 };
 

@@ -19,7 +19,7 @@ struct Linear : Projection<kSlots, kStreamX, kChunkK, kNorm, !kNorm && !kStreamX
 
   template <class Policy>
   static __device__ void prepare(const Args& a, const Crew& crew, const Team&, char* shared, char*, Policy& policy) {
-    if constexpr (!(Policy::kPolls && Linear::kStagesByChunk)) Base::template prepare_x<kNorm>(a, crew, shared, policy);
+    if constexpr (!(Policy::kStagers && Linear::kStagesByChunk)) Base::template prepare_x<kNorm>(a, crew, shared, policy);
   }
 };
 

@@ -258,13 +258,15 @@ def llama(
     cache_shape = (layers, batch, kv, capacity, hd)
     k_cache = p.buffer("k_cache", cache_shape, "bfloat16", "cache", Init("normal"))
     v_cache = p.buffer("v_cache", cache_shape, "bfloat16", "cache", Init("normal"))
-    x, x_mid = p.buffer("x", (batch, hidden), "bfloat16"), p.buffer("x_mid", (batch, hidden), "bfloat16")
-    q = p.buffer("q", (batch, heads * hd), "bfloat16")
+    # Each layer has activations of its own: what is written once a step is never overwritten while it is read, and a run that overlaps layers
+    # has only the data's own way to respect.
+    x, x_mid = p.buffer("x", (layers + 1, batch, hidden), "bfloat16"), p.buffer("x_mid", (layers, batch, hidden), "bfloat16")
+    q = p.buffer("q", (layers, batch, heads * hd), "bfloat16")
     if c.qk_norm:
         norm_q, norm_k = norm("norm_q", layers, hd), norm("norm_k", layers, hd)
-        qkv = p.buffer("qkv", (batch, (heads + 2 * kv) * hd), "bfloat16")
+        qkv = p.buffer("qkv", (layers, batch, (heads + 2 * kv) * hd), "bfloat16")
         qk_norm = QkNorm(batch=batch, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity, eps=c.rms_norm_eps)
-    act = p.buffer("act", (batch, c.intermediate_size), "bfloat16")
+    act = p.buffer("act", (layers, batch, c.intermediate_size), "bfloat16")
     logits = p.buffer("logits", (batch, c.vocab_size), "float32", "output")
     next_tokens = p.buffer("next_tokens", (batch,), "int32", "output")
 
@@ -275,48 +277,53 @@ def llama(
     if attention.splits > 1 and batch * attention.splits <= MAX_RANGES and not streams_x(batch, heads * hd):
         attention = replace(attention, merge=False)
         o_proj = MergeLinear(**o_sizes, head_dim=hd, splits=attention.splits)
-        handed = {name: p.buffer(name, attention.operands[name].shape, attention.operands[name].dtype) for name in ("partials", "lse")}
+        operands = attention.operands
+        handed = {name: p.buffer(name, (layers, *operands[name].shape), operands[name].dtype) for name in ("partials", "lse")}
         taken = handed
     else:
         o_proj = Linear(**o_sizes)
-        attn = p.buffer("attn", (batch, heads * hd), "bfloat16")
+        attn = p.buffer("attn", (layers, batch, heads * hd), "bfloat16")
         handed, taken = {"out": attn}, {"x": attn}
 
     # Where x fits in shared memory the norm is part of the projection; where it does not, it is an op before it.
     apart = streams_x(batch, hidden)
-    normed = p.buffer("normed", (batch, hidden), "bfloat16") if apart else None
+    normed = p.buffer("normed", (2 * layers + 1, batch, hidden), "bfloat16") if apart else None
 
-    def projection(kind, name, task, source, norm_weight: View, **views):
+    def projection(kind, name, task, source, norm_weight: View, index: int, **views):
         if apart:
-            p.op("norm", RmsNorm(batch=batch, k=hidden, eps=c.rms_norm_eps), f"{name}.norm", x=source, w=norm_weight, y=normed)
-            p.op(kind, task, name, x=normed, **views)
+            p.op("norm", RmsNorm(batch=batch, k=hidden, eps=c.rms_norm_eps), f"{name}.norm", x=source, w=norm_weight, y=normed[index])
+            p.op(kind, task, name, x=normed[index], **views)
         else:
             p.op(kind, task, name, x=source, norm=norm_weight, **views)
 
     sizes = {"batch": batch, "k": hidden, "norm": not apart, "eps": c.rms_norm_eps}
-    p.op("embed", Embed(batch=batch, vocab=c.vocab_size, hidden=hidden), tokens=tokens, table=w_embed, x=x)
+    p.op("embed", Embed(batch=batch, vocab=c.vocab_size, hidden=hidden), tokens=tokens, table=w_embed, x=x[0])
     for i in range(layers):
         at = f"layer{i}"
-        appended = {"rope": rope, "positions": positions, "q": q, "k_cache": k_cache[i], "v_cache": v_cache[i]}
+        appended = {"rope": rope, "positions": positions, "q": q[i], "k_cache": k_cache[i], "v_cache": v_cache[i]}
         if c.qk_norm:
-            projection("qkv", f"{at}.qkv", Linear(**sizes, n=(heads + 2 * kv) * hd), x, norm_attn[i], w=w_qkv[i], y=qkv)
-            p.op("qk_norm", qk_norm, f"{at}.qk_norm", qkv=qkv, norm_q=norm_q[i], norm_k=norm_k[i], **appended)
+            projection("qkv", f"{at}.qkv", Linear(**sizes, n=(heads + 2 * kv) * hd), x[i], norm_attn[i], 2 * i, w=w_qkv[i], y=qkv[i])
+            p.op("qk_norm", qk_norm, f"{at}.qk_norm", qkv=qkv[i], norm_q=norm_q[i], norm_k=norm_k[i], **appended)
         else:
-            projection("qkv", f"{at}.qkv", Qkv(**sizes, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity), x, norm_attn[i],
+            projection("qkv", f"{at}.qkv", Qkv(**sizes, heads=heads, kv_heads=kv, head_dim=hd, capacity=capacity), x[i], norm_attn[i], 2 * i,
                        w=w_qkv[i], **appended)  # fmt: skip
-        p.op("attention", attention, f"{at}.attention", q=q, k_cache=k_cache[i], v_cache=v_cache[i], positions=positions, **handed)
-        p.op("o_proj", o_proj, f"{at}.o_proj", **taken, w=w_o[i], residual=x, y=x_mid)
-        projection("gate_up", f"{at}.gate_up", GateUp(**sizes, n=c.intermediate_size), x_mid, norm_mlp[i], w=w_gate_up[i], y=act)
+        p.op("attention", attention, f"{at}.attention", q=q[i], k_cache=k_cache[i], v_cache=v_cache[i], positions=positions,
+             **{name: buffer[i] for name, buffer in handed.items()})  # fmt: skip
+        p.op("o_proj", o_proj, f"{at}.o_proj", **{name: buffer[i] for name, buffer in taken.items()}, w=w_o[i], residual=x[i], y=x_mid[i])
+        projection("gate_up", f"{at}.gate_up", GateUp(**sizes, n=c.intermediate_size), x_mid[i], norm_mlp[i], 2 * i + 1, w=w_gate_up[i],
+                   y=act[i])  # fmt: skip
         p.op(
             "down",
             Linear(batch=batch, k=c.intermediate_size, n=hidden, residual=True),
             f"{at}.down",
-            x=act,
+            x=act[i],
             w=w_down[i],
-            residual=x_mid,
-            y=x,
+            residual=x_mid[i],
+            y=x[i + 1],
         )
-    projection("lm_head", "lm_head", Linear(**sizes, n=c.vocab_size, out="float32"), x, View(norm_final), w=w_lm_head, y=logits)
+    projection(
+        "lm_head", "lm_head", Linear(**sizes, n=c.vocab_size, out="float32"), x[layers], View(norm_final), 2 * layers, w=w_lm_head, y=logits
+    )
     p.op("argmax", Argmax(batch=batch, vocab=c.vocab_size), logits=logits, next=next_tokens)
     return p
 

@@ -39,6 +39,10 @@ class Embed(Task):
         return {"hidden": self.hidden}
 
     @property
+    def posts(self) -> tuple[str, ...]:
+        return ("x",)
+
+    @property
     def num_tasks(self) -> int:
         return self.batch
 

@@ -60,6 +60,10 @@ class Linear(MatvecTask):
         return ("y",) if self.out == "bfloat16" and self.n % TILE_ROWS == 0 else ()
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        return ("residual",) if self.residual and self.n % TILE_ROWS == 0 else ()
+
+    @property
     def staged_chunks(self) -> int:
         return 0 if self.norm or self.stream_x else ceil_div(self.k, self.chunk_k)
 

@@ -98,7 +98,7 @@ def test_where_a_decode_step_has_words():
     assert {op.kind for op, of in zip(program.ops, words, strict=True) if of.polled} == {
         *("qkv", "attention", "gate_up", "down", "lm_head")
     }
-    assert unit_names(program.ops, words)[:6] == ["embed", "qkv (waits, posts)", "attention", "o_proj", "gate_up", "down"]
+    assert unit_names(program.ops, words)[:6] == ["embed", "qkv", "attention", "o_proj", "gate_up", "down"]
     assert {of.kind for op, of in zip(program.ops, words, strict=True) if op.kind == "down"} == {"kBoth"}
     wide = PROGRAMS["1b, batch 16"]  # whose down projection has its x from the ring
     assert not any(of.polled for op, of in zip(wide.ops, words_of(wide)[0], strict=True) if op.kind == "down")
