@@ -8,10 +8,13 @@ from typing import Any
 from cuk.program import Program
 from cuk.runs.base import Run
 from cuk.runs.check import CheckFailed, check
+from cuk.runs.persistent import PersistentRun
 from cuk.runs.reference import ReferenceRun
 from cuk.runs.separate import GraphRun, PdlRun, StreamRun
 
-RUNS: dict[str, type[Run]] = {"reference": ReferenceRun, "stream": StreamRun, "graph": GraphRun, "pdl": PdlRun}
+RUNS: dict[str, type[Run]] = {
+    "reference": ReferenceRun, "stream": StreamRun, "graph": GraphRun, "pdl": PdlRun, "persistent": PersistentRun,
+}  # fmt: skip
 
 
 def build(
@@ -33,4 +36,4 @@ def build(
     return kind(program, buffers=buffers, seed=seed, device=device, **{**kind.switches, **switches})
 
 
-__all__ = ["RUNS", "CheckFailed", "GraphRun", "PdlRun", "ReferenceRun", "Run", "StreamRun", "build", "check"]
+__all__ = ["RUNS", "CheckFailed", "GraphRun", "PdlRun", "PersistentRun", "ReferenceRun", "Run", "StreamRun", "build", "check"]

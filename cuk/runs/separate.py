@@ -205,6 +205,30 @@ def compile_all(ops: Sequence[Op], sources: Sequence[str], units: Sequence[str])
         return dict(zip(wanted, pool.map(lambda one: compile(one[0], name=one[1]), wanted.values()), strict=True))
 
 
+def address(buffers: Mapping[str, Any], view: View) -> int:
+    """Where a view begins on the device."""
+    return buffers[view.buffer.name].data.ptr + view.offset_bytes
+
+
+def tensor_maps(program: Program, buffers: Mapping[str, Any]) -> Any:
+    """The table of tensor maps on the device [ops, 128] bytes: an op's operand that has one is passed its row's address."""
+    import cupy
+
+    table = np.zeros((len(program.ops), 128), np.uint8)
+    for i, op in enumerate(program.ops):
+        for key, spec in op.task.tensor_maps.items():
+            table[i] = np.frombuffer(encode_tensor_map(address(buffers, op.views[key]), spec.sizes, spec.strides, spec.box), np.uint8)
+    return cupy.asarray(table)
+
+
+def addresses_of(op: Op, buffers: Mapping[str, Any], tensor_map: int) -> dict[str, int | float]:
+    """The values of an op's Args: its operands' addresses, null where there is none, that of its tensor map, and its scalars."""
+    pointers = {f.name: 0 for f in op.task.fields if f.kind == "ptr"}
+    for key, view in op.views.items():
+        pointers[key] = tensor_map if key in op.task.tensor_maps else address(buffers, view)
+    return {**pointers, **op.task.scalars}
+
+
 class SeparateRun(Run):
     """One kernel per op. Switches: teams of a CTA, where its SM has more than three tasks (else a team a task); stages of each team's
     ring (None: as many as leave room for `ctas_per_sm` CTAs on an SM, the successor's beside this kernel's own); trace: each CTA
@@ -232,7 +256,7 @@ class SeparateRun(Run):
         with self.device:
             self.machine = Machine.from_device(self.device.id)
             self.buffers = gpu_buffers(program, seed, buffers)
-            self._maps = self._tensor_maps()
+            self._maps = tensor_maps(program, self.buffers)
             words, num_words = words_of(program) if deps == "tile" else ([NO_WORDS] * len(program.ops), 0)
             units = unit_names(program.ops, words)
             self._words = cupy.full(num_words, ~np.uint64(0), np.uint64)
@@ -265,29 +289,12 @@ class SeparateRun(Run):
                 for i, (op, fit) in enumerate(zip(program.ops, fits, strict=True))
             ]
 
-    def _address(self, view: View) -> int:
-        return self.buffers[view.buffer.name].data.ptr + view.offset_bytes
-
     def _locate(self, ask: Ask | None) -> tuple[int, int]:
         """(address, bytes) of what an op asks L2 for."""
-        return (self._address(ask.view) + ask.start, ask.bytes) if ask else (0, 0)
-
-    def _tensor_maps(self) -> Any:
-        """The table of tensor maps on the device [ops, 128] bytes: an op's operand that has one is passed its row's address."""
-        import cupy
-
-        table = np.zeros((len(self.program.ops), 128), np.uint8)
-        for i, op in enumerate(self.program.ops):
-            for key, spec in op.task.tensor_maps.items():
-                table[i] = np.frombuffer(encode_tensor_map(self._address(op.views[key]), spec.sizes, spec.strides, spec.box), np.uint8)
-        return cupy.asarray(table)
+        return (address(self.buffers, ask.view) + ask.start, ask.bytes) if ask else (0, 0)
 
     def _pack(self, index: int, op: Op) -> bytes:
-        pointers = {f.name: 0 for f in op.task.fields if f.kind == "ptr"}
-        for key, view in op.views.items():
-            mapped = key in op.task.tensor_maps
-            pointers[key] = self._maps.data.ptr + 128 * index if mapped else self._address(view)
-        return pack_args(op.task.fields, {**pointers, **op.task.scalars})
+        return pack_args(op.task.fields, addresses_of(op, self.buffers, self._maps.data.ptr + 128 * index))
 
     @property
     def timeline(self) -> Timeline:

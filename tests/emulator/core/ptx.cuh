@@ -395,6 +395,7 @@ inline void bulk_prefetch(const void* source, u32 bytes) {  // which faults wher
 }
 inline void sleep_nanoseconds(u32) { emulator::yield(); }
 inline bool elect_one() { return emulator::cta->current % 32 == 0; }
+inline void fence_proxy_async() {}
 inline u64 evict_first_policy() { return 0; }
 
 inline void complete(u64* word, int bytes) {
