@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from cuk.schedule_file import FORMAT, HEADER, NONE, check_fields, check_queues, read_json, short
 from cuk.target import HEAD_WORDS
 from cuk.task import round_up
 
-NONE = -1
-"""In a word: no instruction (opcode), no counter (signal, wait)."""
-FORMAT = "cuk-schedule-1"
+MAX_WORDS_BYTES = 1 << 32
+"""What queues may take as words, the shorter ones filled up to the longest."""
+
+
+ARRAYS = ("starts", "op", "task", "signal", "waits")
 
 
 @dataclass(frozen=True)
@@ -72,17 +75,21 @@ class Schedule:
     waits: np.ndarray = field(repr=False)
 
     def __post_init__(self):
-        for name in ("starts", "op", "task", "signal", "waits"):
-            array = np.array(getattr(self, name), np.int64 if name == "starts" else np.int32)
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-        n = len(self.op)
+        for name in ARRAYS:
+            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name), np.int64 if name == "starts" else np.int32))
+        n = len(self.op) if self.op.ndim == 1 else -1
         if self.waits.ndim != 3 or self.waits.shape[::2] != (n, 2) or self.task.shape != (n,) or self.signal.shape != (n,):
             raise ValueError(
-                f"waits {self.waits.shape}, task {self.task.shape}, signal {self.signal.shape}: must be [{n}, W, 2], [{n}], [{n}]"
+                f"op {self.op.shape}, waits {self.waits.shape}, task {self.task.shape}, signal {self.signal.shape}: must be [n], [n, W, 2], [n], [n]"
             )
         if self.starts.ndim != 1 or len(self.starts) < 2 or self.starts[0] or self.starts[-1] != n or (np.diff(self.starts) < 0).any():
-            raise ValueError(f"starts {self.starts}: must rise from 0 to the number of instructions, {n}")
+            raise ValueError(f"starts {short(self.starts.tolist())}: must rise from 0 to the number of instructions, {n}")
+        for name, kind in (("spec", Mapping), ("limits", Mapping), ("fingerprint", Mapping), ("ops", tuple)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {short(getattr(self, name))}, must be a {kind.__name__.lower()}")
+        if wrong := [row for row in self.ops if not isinstance(row, OpRow)]:
+            raise ValueError(f"ops has {short(wrong[0])}, must have an OpRow for each op")
+        check_fields(self.header(), HEADER, "schedule")
 
     # ---- what it says ----
     @property
@@ -142,10 +149,16 @@ class Schedule:
 
     def encode(self) -> np.ndarray:
         """int32 [queues, longest queue + 1, words]: opcode, op, task, signal, then (counter, threshold) for each wait; -1 where there is
-        none. Each queue ends with an opcode of -1, which also fills the rest of it."""
+        none. Each queue ends with an opcode of -1, which also fills the rest of it. Raises ValueError for an instruction of no op."""
         lengths = np.diff(self.starts)
-        opcode = {struct: i for i, struct in enumerate(self.structs)}
-        codes = np.array([opcode[row.struct] for row in self.ops], np.int32)
+        if (size := 4 * self.num_queues * (int(lengths.max()) + 1) * self.words) > MAX_WORDS_BYTES:
+            raise ValueError(
+                f"queues of up to {lengths.max()} instructions take {size} bytes as words, must take at most {MAX_WORDS_BYTES}"
+            )
+        if ((self.op < 0) | (self.op >= len(self.ops))).any():
+            i = int(np.argmax((self.op < 0) | (self.op >= len(self.ops))))
+            raise ValueError(f"instruction {i} is of op {self.op[i]}: there are {len(self.ops)} ops")
+        codes = self._opcodes()
         words = np.full((self.num_queues, int(lengths.max()) + 1, self.words), NONE, np.int32)
         queue = np.repeat(np.arange(self.num_queues), lengths)
         place = np.arange(self.num_instructions) - self.starts[queue]
@@ -153,36 +166,61 @@ class Schedule:
         words[queue, place, : len(flat)] = np.stack(flat, axis=1)
         return words
 
+    def _opcodes(self) -> np.ndarray:
+        opcode = {struct: i for i, struct in enumerate(self.structs)}
+        return np.array([opcode[row.struct] for row in self.ops], np.int32)
+
     @classmethod
     def decode(cls, words: np.ndarray, header: Mapping[str, Any]) -> Schedule:
         """The schedule that `encode` made the words from; `header`: its `header()`. Raises ValueError naming the word that is wrong."""
-        rest = {**header, "ops": tuple(OpRow(*row) for row in header["ops"])}
-        num_waits = rest.pop("num_waits")
+        check_fields(header, HEADER, "header")
+        words, num_waits = _whole_numbers("words", words, np.int32), header["num_waits"]
+        used = HEAD_WORDS + 2 * num_waits
+        if words.ndim != 3 or 0 in words.shape[:2] or words.shape[2] != round_up(used, 4):
+            raise ValueError(f"words {words.shape}: must be [queues, instructions, {round_up(used, 4)}] for {num_waits} waits")
         present = words[:, :, 0] != NONE
         lengths = present.sum(axis=1)
-        if (present != (np.arange(words.shape[1]) < lengths[:, None])).any() or (lengths == words.shape[1]).any():
-            raise ValueError("words: a queue has an instruction behind its end, or no end")
+        if (present != (np.arange(words.shape[1]) < lengths[:, None])).any() or lengths.max() + 1 != words.shape[1]:
+            raise ValueError("words: a queue has an instruction behind its end, no end, or more than one word -1 behind the longest")
+
+        def check(wrong: np.ndarray, what: str) -> None:  # wrong: bool [queues, instructions, words]
+            if wrong.any():
+                q, i, w = map(int, np.argwhere(wrong)[0])
+                raise ValueError(f"words[{q}, {i}, {w}] is {words[q, i, w]}: {what}")
+
+        ops = tuple(OpRow(*row) for row in header["ops"])
+        at = np.arange(words.shape[2])
+        check((words != NONE) & (~present[:, :, None] | (at >= used)), "words: behind the last wait, and behind a queue's end, all are -1")
+        for w, high, what in ((1, len(ops), "ops"), (3, header["num_counters"], "counters")):
+            low = 0 if w == 1 else NONE
+            check(((words < low) | (words >= high)) & present[:, :, None] & (at == w), f"there are {high} {what}")
+        counter = (at >= HEAD_WORDS) & (at < used) & (at % 2 == HEAD_WORDS % 2)
+        check(
+            ((words < NONE) | (words >= header["num_counters"])) & present[:, :, None] & counter,
+            f"there are {header['num_counters']} counters",
+        )
         flat = words[present]
+        rest = {name: header[name] for name in HEADER if name not in ("ops", "num_waits")}
         made = cls(
-            **rest,
-            starts=np.concatenate([[0], np.cumsum(lengths)]),
-            op=flat[:, 1], task=flat[:, 2], signal=flat[:, 3],
-            waits=flat[:, HEAD_WORDS : HEAD_WORDS + 2 * num_waits].reshape(len(flat), num_waits, 2),
+            **rest, ops=ops, starts=np.concatenate([[0], np.cumsum(lengths)]), op=flat[:, 1], task=flat[:, 2], signal=flat[:, 3],
+            waits=flat[:, HEAD_WORDS:used].reshape(len(flat), num_waits, 2),
         )  # fmt: skip
-        if not np.array_equal(made.encode(), words):
-            raise ValueError("words: an opcode is not its op's, or a word behind the last wait is not -1")
+        expected = np.full(words.shape[:2], NONE, np.int64)
+        if len(flat):
+            expected[present] = made._opcodes()[made.op]
+        check((words != expected[:, :, None]) & (at == 0), "words: an opcode is not its op's")
         return made
 
     def header(self) -> dict[str, Any]:
         """Everything but the instructions, as JSON has it."""
-        arrays = ("starts", "op", "task", "signal", "waits")
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in arrays}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ARRAYS}
         rows = [[row.name, row.kind, row.struct, row.num_tasks] for row in self.ops]
         return {**given, "spec": dict(self.spec), "limits": dict(self.limits), "fingerprint": dict(self.fingerprint), "ops": rows,
                 "num_waits": self.waits.shape[1]}  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and self.header() == other.header() and np.array_equal(self.encode(), other.encode())
+        same = isinstance(other, Schedule) and self.header() == other.header()
+        return same and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in ARRAYS)
 
     __hash__ = None
 
@@ -218,11 +256,15 @@ class Schedule:
     def load(cls, path: str | os.PathLike) -> Schedule:
         """A schedule from its file. Raises ValueError naming the field that is missing or wrong; whether the schedule is a correct one,
         `validate` says."""
-        try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # of JSON, or of UTF-8
-            raise ValueError(f"{path}: not JSON ({error}); make the schedule again") from error
-        return _from_json(given, str(path))
+        given, where = read_json(path), str(path)
+        check_fields(given, ("format", *HEADER, "queues"), where)
+        starts, flat = check_queues(given, where)
+        words = np.array(flat, np.int32).reshape(len(flat), 3 + 2 * given["num_waits"])
+        rest = {name: given[name] for name in HEADER if name not in ("ops", "num_waits")}
+        return cls(
+            **rest, ops=tuple(OpRow(*row) for row in given["ops"]), starts=np.array(starts),
+            op=words[:, 0], task=words[:, 1], signal=words[:, 2], waits=words[:, 3:].reshape(len(flat), given["num_waits"], 2),
+        )  # fmt: skip
 
     def plot(self, path: Any = None) -> Any:
         """A matplotlib figure: a row for each queue, a cell for each instruction, coloured by the op's kind. `path`: where to save it."""
@@ -262,63 +304,14 @@ class Schedule:
         )
 
 
-_TYPES = {
-    "format": str, "program": str, "machine": str, "scheduler": str, "deps": str, "spec": dict, "limits": dict, "fingerprint": dict,
-    "ops": list, "num_sms": int, "num_counters": int, "teams": int, "stages": int, "dynamic": bool, "num_waits": int, "queues": list,
-}  # fmt: skip
-
-
-def _from_json(given: Any, where: str) -> Schedule:
-    """Raises ValueError beginning with `where`."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where}: is a {type(given).__name__}, must be an object with {', '.join(_TYPES)}")
-    for name, kind in _TYPES.items():
-        if name not in given:
-            raise ValueError(f"{where}: field {name!r} is missing; make the schedule again")
-        if not isinstance(given[name], kind) or (kind is int and (isinstance(given[name], bool) or not 0 <= given[name] < 2**31)):
-            raise ValueError(f"{where}: field {name!r} is {_short(given[name])}, must be {_KINDS[kind]}")
-    if unknown := sorted(set(given) - set(_TYPES)):
-        raise ValueError(f"{where}: unknown field {', '.join(map(repr, unknown))}")
-    if given["format"] != FORMAT:
-        raise ValueError(f"{where}: field 'format' is {given['format']!r}, must be {FORMAT!r}")
-    for i, row in enumerate(given["ops"]):
-        if not (isinstance(row, list) and len(row) == 4 and all(isinstance(text, str) for text in row[:3]) and _is_count(row[3])):
-            raise ValueError(f"{where}: field 'ops[{i}]' is {_short(row)}, must be [name, kind, struct, number of tasks]")
-    if not given["queues"]:
-        raise ValueError(f"{where}: field 'queues' is empty, must have a queue for each SM, or one for all")
-    width = 2 * given["num_waits"]
-    flat: list[list[int]] = []
-    starts = [0]
-    for q, queue in enumerate(given["queues"]):
-        if not isinstance(queue, list):
-            raise ValueError(f"{where}: field 'queues[{q}]' is {_short(queue)}, must be a list of instructions")
-        for i, row in enumerate(queue):
-            at = f"{where}: field 'queues[{q}][{i}]' is {_short(row)}"
-            if not isinstance(row, list) or any(type(word) is not int or not NONE <= word < 2**31 for word in row):
-                raise ValueError(f"{at}, must be a list of whole numbers, -1 where there is none")
-            if len(row) < 3 or len(row) % 2 == 0 or len(row) > 3 + width:
-                raise ValueError(f"{at}, must be [op, task, signal] and up to {width // 2} times counter, threshold")
-            if not 0 <= row[0] < len(given["ops"]) or not 0 <= row[1] < given["ops"][row[0]][3]:
-                raise ValueError(f"{at}: there is no such op or task")
-            if max(row[2], *row[3::2], NONE) >= given["num_counters"]:
-                raise ValueError(f"{at}: there are {given['num_counters']} counters")
-            flat.append(row + [NONE] * (3 + width - len(row)))
-        starts.append(len(flat))
-    words = np.array(flat, np.int32).reshape(len(flat), 3 + width)
-    header = {name: given[name] for name in _TYPES if name not in ("format", "queues", "num_waits", "ops")}
-    return Schedule(
-        **header, ops=tuple(OpRow(*row) for row in given["ops"]), starts=np.array(starts),
-        op=words[:, 0], task=words[:, 1], signal=words[:, 2], waits=words[:, 3:].reshape(len(flat), given["num_waits"], 2),
-    )  # fmt: skip
-
-
-_KINDS = {str: "text", dict: "an object", list: "a list", int: "a whole number from 0", bool: "true or false"}
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _whole_numbers(name: str, given: Any, dtype: type) -> np.ndarray:
+    """A read-only copy. Raises ValueError for anything but whole numbers that the dtype holds."""
+    try:
+        array = np.array(given)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} is {short(given)}, must be an array of whole numbers") from error
+    if array.size and (array.dtype.kind not in "iu" or array.min() < np.iinfo(dtype).min or array.max() > np.iinfo(dtype).max):
+        raise ValueError(f"{name} is {short(given)} ({array.dtype}), must be an array of whole numbers that {np.dtype(dtype)} holds")
+    array = array.astype(dtype)
+    array.setflags(write=False)
+    return array

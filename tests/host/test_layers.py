@@ -26,6 +26,7 @@ ORDER = [
         "programs",
         "conflicts",
         "target",
+        "schedule_file",
         "schedule",
         "counters",
         "clocks",
