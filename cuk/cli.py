@@ -27,6 +27,7 @@ from cuk.rivals import RIVALS
 from cuk.runs import RUNS as KNOWN_RUNS
 from cuk.runs import CheckFailed, build
 from cuk.schedule import Schedule
+from cuk.schedule_file import short
 from cuk.schedulers import SCHEDULERS
 from cuk.text import Spelled, Speller, stop_tokens
 from cuk.validate import Refused, validate
@@ -134,15 +135,18 @@ def program_of(name: str, batch: int | None, context: str) -> Program:
     except ValueError:
         raise ValueError(f"--context {context!r}: must be a number, or one for each sequence with commas between them") from None
     if name == "chain":
-        return chain(LLAMA_1B, batch=batch or 1, layers=16)
+        return chain(LLAMA_1B, batch=1 if batch is None else batch, layers=16)
     if name in MODELS:
-        return llama(name, batch=batch or len(contexts), context=contexts if len(contexts) > 1 else contexts[0])
+        return llama(name, batch=len(contexts) if batch is None else batch, context=contexts if len(contexts) > 1 else contexts[0])
     raise ValueError(f"unknown program {name!r}: known ones are {', '.join(PROGRAMS)}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     given = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names from files may not fit the terminal's encoding
     try:
         commands = {"compare": run_compare, "decode": run_decode, "schedule": run_schedule, "check": run_check, "doctor": run_doctor}
         return commands[given.command](given)
@@ -312,14 +316,25 @@ def run_check(given: argparse.Namespace) -> int:
         schedule = Schedule.load(given.file)
     except OSError as error:
         raise ValueError(f"{given.file} cannot be read: {error.strerror or error}") from error
-    try:
-        program = rebuild(schedule.program, schedule.spec)
-    except ValueError as error:
-        raise ValueError(
-            f"{given.file}: field 'spec': {error}; a program of your own is checked by cuk.validate(schedule, program, machine)"
-        ) from error
+    program = _rebuilt(schedule, given.file)
     machine = Machine.load(given.machine) if given.machine else Machine.from_json(dict(schedule.limits), f"{given.file}: field 'limits'")
     return _tell(_proof(schedule, program, machine), schedule, given.json)
+
+
+def _rebuilt(schedule: Schedule, where: str) -> Program:
+    """The program of a schedule's file. Raises ValueError for a specification that makes none, or one of more layers than the file has ops."""
+    spec = dict(schedule.spec)
+    spec["context"] = spec.get("contexts", spec.get("context"))  # a context for each sequence
+    own = "a program of your own is checked by cuk.validate(schedule, program, machine)"
+    layers = spec.get("layers")
+    if "layers" in spec and (type(layers) is not int or not 1 <= layers <= len(schedule.ops)):
+        raise ValueError(
+            f"{where}: field 'spec': layers={short(layers)}: must be a whole number from 1 to {len(schedule.ops)}, the ops of the schedule; {own}"
+        )
+    try:
+        return rebuild(schedule.program, spec)
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: field 'spec': {error}; {own}") from error
 
 
 def _proof(schedule: Schedule, program: Program, machine: Machine) -> dict[str, Any]:

@@ -128,6 +128,22 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
     return done, [(run, *wait) for run, wait in blocked.items()]
 
 
+def clock_bytes(schedule: Schedule, runs: Runs) -> int:
+    """Memory that the clocks take."""
+    if schedule.dynamic:
+        width = len(np.unique(runs.wait_set * (schedule.num_counters + 1) + schedule.signal))
+        return 4 * width * 2 * len(runs.waits)
+    width = schedule.num_queues * schedule.teams
+    return 4 * width * (len(runs.queue) * schedule.teams + len(runs.waits))
+
+
+def partial_steps(schedule: Schedule, runs: Runs) -> int:
+    """Elements that one pass looks at for waits that are over before a counter's last signal."""
+    totals = schedule.totals
+    wanted = {(c, k) for waits in runs.waits for c, k in waits if k < totals[c]}
+    return int(sum(int(totals[c]) for c, _ in wanted)) * (len(runs.waits) if schedule.dynamic else schedule.num_queues * schedule.teams)
+
+
 class Clocks:
     """Which instructions come before which. `column` and `need` [n]: Y starts after X if clock(Y)[column[X]] >= need[X]."""
 

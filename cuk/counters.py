@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -13,11 +14,13 @@ from cuk.conflicts import conflicting_ops, op_conflicts, siblings
 from cuk.machine import Machine
 from cuk.program import Op, Program
 from cuk.schedule import NONE, OpRow, Schedule
+from cuk.schedule_file import short
 from cuk.target import MAX_STAGES, MAX_TEAMS, fingerprint, limits_of, most_stages
-from cuk.task import round_up
+from cuk.task import check_whole, round_up
 
 DEPS = ("op", "tile")
 SIGNALS = ("task", "last")
+MOST_WAITS = 64
 MAX_WAITS = 6
 """Waits of an instruction, so that it takes 64 bytes; where ops depend on more others than that, instructions grow."""
 
@@ -183,11 +186,14 @@ def assemble(
     as fit). Raises ValueError naming the option that is out of range."""
     num_sms = sm_count(program, machine, num_sms)
     for name, value, allowed in (("deps", deps, DEPS), ("signals", signals, SIGNALS[:1] if dynamic else SIGNALS)):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, allowed))}")
-    for name, value, high in (("teams", teams, MAX_TEAMS), ("stages", stages, MAX_STAGES), ("max_waits", max_waits, 64)):
-        if value is not None and not 1 <= value <= high:
-            raise ValueError(f"{name}={value}: must be from 1 to {high}")
+    if not isinstance(dynamic, bool) or not isinstance(scheduler, str):
+        raise ValueError(f"dynamic={dynamic!r}, scheduler={scheduler!r}: must be true or false, and a name")
+    teams = check_whole("teams", teams, 1, MAX_TEAMS, "of a CTA")
+    stages = None if stages is None else check_whole("stages", stages, 1, MAX_STAGES, "of a ring")
+    max_waits = check_whole("max_waits", max_waits, 1, MOST_WAITS, "of an instruction")
+    queues = _task_lists(queues, program, num_sms, dynamic)
     relations = op_relations(program, deps)
     groups = group(program, relations, max_waits)
     rows = tuple(OpRow(op.name, op.kind, op.task.struct, op.task.num_tasks) for op in program.ops)
@@ -197,7 +203,7 @@ def assemble(
     counter = np.concatenate([np.where(g < 0, NONE, g + b) for g, b in zip(groups, base, strict=False)])
 
     starts = np.concatenate([[0], np.cumsum([len(queue) for queue in queues])])
-    tasks = np.concatenate([np.asarray(queue, np.int64) for queue in queues])
+    tasks = np.concatenate(queues)
     signal = counter[tasks]
     if signals == "last":
         place = np.arange(len(tasks)) - np.repeat(starts[:-1], np.diff(starts))
@@ -225,6 +231,30 @@ def assemble(
     )  # fmt: skip
 
 
+def _task_lists(queues: Any, program: Program, num_sms: int, dynamic: bool) -> list[np.ndarray]:
+    """The queues as arrays. Raises ValueError naming one that is not a sequence of tasks of the program."""
+    try:
+        queues = list(queues)
+    except TypeError:
+        raise ValueError(f"queues is a {type(queues).__name__}: must be a sequence of queues of tasks") from None
+    if not 1 <= len(queues) <= (1 if dynamic else num_sms):
+        allowed = "one, which all SMs take from" if dynamic else f"from 1 to {num_sms}, one for each SM"
+        raise ValueError(f"queues: there are {len(queues)}, must be {allowed}")
+    made = []
+    for q, queue in enumerate(queues):
+        try:
+            tasks = np.asarray(queue)
+        except (ValueError, TypeError):
+            tasks = np.asarray(None)
+        if tasks.ndim != 1 or (tasks.size and tasks.dtype.kind not in "iu"):
+            raise ValueError(f"queues[{q}] is {short(queue)}: must be a sequence of whole numbers, the program-wide indices of tasks")
+        if tasks.size and not (tasks.min() >= 0 and tasks.max() < program.num_tasks):
+            wrong = tasks[(tasks < 0) | (tasks >= program.num_tasks)][0]
+            raise ValueError(f"queues[{q}] has task {wrong}: must be from 0 to {program.num_tasks - 1}, the tasks of {program.name}")
+        made.append(tasks.astype(np.int64))
+    return made
+
+
 def _wait_table(program: Program, relations: list[list[Relation]], base: np.ndarray, first: np.ndarray) -> list[np.ndarray]:
     """For each op the counters that each of its tasks waits for: [tasks, W], -1 behind the last."""
     result = []
@@ -244,11 +274,12 @@ def _wait_table(program: Program, relations: list[list[Relation]], base: np.ndar
 
 
 def sm_count(program: Program, machine: Machine, num_sms: int | None) -> int:
-    """The SMs to use, by default all. Raises ValueError for more than there are, none, or a program without tasks."""
+    """The SMs to use, by default all. Raises ValueError for more than there are, none, a program without tasks, or what is no program or machine."""
+    for name, value, kind in (("program", program, Program), ("machine", machine, Machine)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}, must be a cuk.{kind.__name__}")
     if not program.num_tasks:
         raise ValueError(f"program {program.name!r} has no tasks: there is nothing to schedule")
     if num_sms is None:
         return machine.num_sms
-    if not 1 <= num_sms <= machine.num_sms:
-        raise ValueError(f"num_sms={num_sms}: must be from 1 to {machine.num_sms}, the SMs of {machine.name}")
-    return num_sms
+    return check_whole("num_sms", num_sms, 1, machine.num_sms, f"the SMs of {machine.name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from typing import Any
@@ -83,15 +83,17 @@ class Machine:
     @classmethod
     def load(cls, name: str) -> Machine:
         """A stored machine, e.g. "h200". Raises ValueError listing the stored ones."""
-        file = resources.files("cuk") / "machines" / f"{name}.json"
-        if "/" in name or not file.is_file():
+        if name not in stored():
             raise ValueError(f"unknown machine {name!r}: stored ones are {', '.join(stored())}")
+        file = resources.files("cuk") / "machines" / f"{name}.json"
         return cls.from_json(json.loads(file.read_text()), f"machines/{name}.json")
 
     @classmethod
     def from_json(cls, given: dict[str, Any], where: str = "machine") -> Machine:
         """From a JSON object. Raises ValueError naming the field that is missing, unknown or of the wrong type."""
         known = {f.name: f for f in fields(cls)}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where}: is a {type(given).__name__}, must be an object with {', '.join(known)}")
         for name in known:
             if name not in given and name != "constants":
                 raise ValueError(f"{where}: field {name!r} is missing")
@@ -101,10 +103,17 @@ class Machine:
             wanted = {"name": str, "compute_capability": list, "clock_hz": (int, float), "constants": dict}.get(name, int)
             if not isinstance(value, wanted) or isinstance(value, bool):
                 raise ValueError(f"{where}: field {name!r} is {value!r}, which is no {getattr(wanted, '__name__', 'number')}")
-            if wanted in (int, (int, float)) and value <= 0:
-                raise ValueError(f"{where}: field {name!r} is {value!r}, must be positive")
+            if wanted in (int, (int, float)):
+                most = _MOST.get(name, 2**40 if name.endswith("_bytes") else 2**20)
+                if not 0 < value <= most:
+                    raise ValueError(f"{where}: field {name!r} is {value!r}, must be positive and at most {most}")
+        if not given["name"] or not given["name"].isprintable():
+            raise ValueError(f"{where}: field 'name' is {given['name']!r}, must be printable text")
+        for part, whole in (("smem_per_cta_bytes", "smem_per_sm_bytes"), ("max_threads_per_cta", "max_threads_per_sm")):
+            if given[part] > given[whole]:
+                raise ValueError(f"{where}: field {part!r} is {given[part]}, must be at most {whole!r}, {given[whole]}")
         capability = given["compute_capability"]
-        if len(capability) != 2 or not all(isinstance(number, int) for number in capability):
+        if len(capability) != 2 or not all(type(number) is int and 0 <= number < 1000 for number in capability):
             raise ValueError(f"{where}: field 'compute_capability' is {capability!r}, must be two integers such as [9, 0]")
         constants = {name: _constant(value, f"{where}: constant {name!r}") for name, value in given.get("constants", {}).items()}
         return cls(**{**given, "compute_capability": tuple(capability), "constants": constants})
@@ -209,14 +218,21 @@ class Machine:
         return f"<Machine {self.name}: {self.num_sms} SMs, {self.smem_per_sm_bytes // 1024} KiB shared memory an SM>"
 
 
+_MOST = {"num_sms": 4096, "num_partitions": 64, "registers_per_sm": 2**24, "max_ctas_per_sm": 4096, "clock_hz": 1e11}
+"""Of fields that are no bytes, and not at most 2^20: more than any GPU has, and little enough to make a list of."""
+
+
 def _constant(given: Any, where: str) -> Constant:
     """Raises ValueError beginning with `where`."""
     known = [f.name for f in fields(Constant)]
     if not isinstance(given, dict) or sorted(given) != sorted(known):
         raise ValueError(f"{where} is {given!r}, must be an object with {', '.join(known)}")
     for name in ("value", "low", "high"):
-        if not isinstance(given[name], (int, float)) or isinstance(given[name], bool):
+        if not isinstance(given[name], (int, float)) or isinstance(given[name], bool) or not -1e300 < given[name] < 1e300:
             raise ValueError(f"{where}: {name} is {given[name]!r}, which is no number")
+    for name in ("unit", "source"):
+        if not isinstance(given[name], str):
+            raise ValueError(f"{where}: {name} is {given[name]!r}, which is no text")
     if not given["low"] <= given["value"] <= given["high"]:
         raise ValueError(f"{where}: value {given['value']} is not between low {given['low']} and high {given['high']}")
     return Constant(**given)

@@ -54,10 +54,12 @@ def read_json(path: str | os.PathLike) -> Any:
             made[name] = value
         return made
 
+    content = bytearray()
     with Path(path).open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"{path}: is larger than {MAX_FILE_BYTES} bytes, which no schedule is")
+        while piece := file.read(1 << 20):  # a read of as much as is allowed takes that memory first
+            content += piece
+            if len(content) > MAX_FILE_BYTES:
+                raise ValueError(f"{path}: is larger than {MAX_FILE_BYTES} bytes, which no schedule is")
     try:
         return json.loads(content.decode("utf-8"), parse_constant=refuse_constant, object_pairs_hook=unique)
     except RecursionError:

@@ -11,6 +11,7 @@ from cuk.conflicts import siblings
 from cuk.machine import Machine
 from cuk.program import Program
 from cuk.schedule import NONE, Schedule
+from cuk.validate import check_tasks
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ def estimate_us(program: Program, machine: Machine) -> np.ndarray:
 
     The bytes of an op are spread evenly over its tasks, and a task costs a tenth of a microsecond at least."""
     share = machine.constants["read_bytes_per_s"].value / machine.num_sms if "read_bytes_per_s" in machine.constants else 3e10
+    if not share > 0:
+        raise ValueError(f"{machine.name}: constant 'read_bytes_per_s' is {machine.constants['read_bytes_per_s'].value}, must be positive")
     each = [max(0.1, op.min_bytes / op.task.num_tasks / share * 1e6) for op in program.ops]
     return np.repeat(each, [op.task.num_tasks for op in program.ops])
 
@@ -41,8 +44,13 @@ def simulate(schedule: Schedule, program: Program, durations_us: np.ndarray) -> 
 
     durations_us: [tasks], by program-wide index. Raises ValueError for another shape or a negative time, RuntimeError naming the instructions
     that wait when nothing can go on."""
-    if durations_us.shape != (program.num_tasks,) or not (durations_us >= 0).all():
-        raise ValueError(f"durations_us {durations_us.shape}: must be [{program.num_tasks}], none negative")
+    rows = [(op.name, op.task.num_tasks) for op in program.ops]
+    if not isinstance(schedule, Schedule) or [(row.name, row.num_tasks) for row in schedule.ops] != rows:
+        raise ValueError(f"schedule {schedule!r}: must be a cuk.Schedule of {program.name}")
+    check_tasks(schedule)
+    durations_us = np.asarray(durations_us, float)
+    if durations_us.shape != (program.num_tasks,) or not (durations_us >= 0).all() or not np.isfinite(durations_us).all():
+        raise ValueError(f"durations_us {durations_us.shape}: must be [{program.num_tasks}], each finite and none negative")
     index = (schedule.first_task[schedule.op] + schedule.task).tolist()
     waits = [[(c, k) for c, k in row if c != NONE] for row in schedule.waits.tolist()]
     taken: dict[int, list[int]] = {}

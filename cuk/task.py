@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -271,6 +272,19 @@ def check_multiple(name: str, value: int, of: int, why: str) -> None:
     """Raises ValueError unless `value` is a positive multiple of `of`."""
     if value < 1 or value % of:
         raise ValueError(f"{name}={value}: must be a positive multiple of {of} ({why})")
+
+
+def check_whole(name: str, value: Any, low: int, high: int, why: str) -> int:
+    """The whole number, as Python has it. Raises ValueError for anything else (true and 2.0 too), and outside low … high."""
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise ValueError(
+            f"{name}={value!r}: must be {'' if number is not None else 'a whole number '}from {low} to {high}{why and f' ({why})'}"
+        )
+    return number
 
 
 def check_range(name: str, value: int, low: int, high: int, why: str) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from cuk.clocks import Clocks, Runs, execute, runs_of
+from cuk.clocks import Clocks, Runs, clock_bytes, execute, partial_steps, runs_of
 from cuk.conflicts import Boxes, Conflict, conflicting_ops, inner_conflicts, is_handover, op_conflicts
 from cuk.machine import Machine
 from cuk.program import Program
 from cuk.schedule import NONE, Schedule
 from cuk.target import MAX_STAGES, MAX_TEAMS, THREADS_PER_TEAM, fingerprint, smem_bytes
+
+MAX_PROOF_BYTES = 1 << 32
+MAX_PROOF_STEPS = 1 << 31
+"""For the clocks of a schedule, in memory and in elements looked at: Llama-3.1-8B on 132 SMs takes 23 MB."""
 
 
 class Refused(ValueError):
@@ -43,7 +47,11 @@ def validate(schedule: Schedule, program: Program, machine: Machine) -> Proof:
     Orders come from counters and from queues (of one team): a queue orders what consumers do, while what the ring brings of another
     op's output (`Task.dependent_loads`) is ordered by its instruction's own waits alone. Siblings' hand-overs through scratch order
     those words only. A shared queue is proved for any number of takers, each as early or late as it likes. Exact: what is refused has an
-    execution that goes wrong, given the tiles' regions. Steps are a full edge apart."""
+    execution that goes wrong, given the tiles' regions, but for what would take more than MAX_PROOF_BYTES or MAX_PROOF_STEPS to prove. Steps are a
+    full edge apart. Raises ValueError for arguments that are not what they are called."""
+    for name, value, kind in (("schedule", schedule, Schedule), ("program", program, Program), ("machine", machine, Machine)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}, must be a cuk.{kind.__name__}")
     check_made_for(schedule, program, machine)
     memory = check_resources(schedule, program, machine)
     check_tasks(schedule)
@@ -52,6 +60,7 @@ def validate(schedule: Schedule, program: Program, machine: Machine) -> Proof:
     done, stuck = execute(schedule, runs)
     if len(done) < len(runs.queue):
         raise deadlock(schedule, runs, done, stuck)
+    check_size(schedule, runs)
     op_pairs, tile_pairs = check_order(schedule, program, Clocks(schedule, runs, done))
     return Proof(schedule.num_instructions, schedule.num_counters, op_pairs, tile_pairs, memory)
 
@@ -60,13 +69,14 @@ def check_made_for(schedule: Schedule, program: Program, machine: Machine) -> No
     """Raises Refused saying for what else the schedule was made."""
     here = fingerprint(program, machine)
     what = {
-        "machine": f"machine: it was made for {schedule.machine}, this is {machine.name} (limits count, not names)",
-        "program": f"program: it was made for {schedule.program}, this is {program.name} (ops, sizes, views and buffers count)",
-        "layout": "argument layout: a struct's arguments or the instruction words have changed since it was made",
+        "machine": f"machine (made for {schedule.machine}, this is {machine.name}; limits count, not names)",
+        "program": f"program (made for {schedule.program}, this is {program.name}; ops, sizes, views and buffers count)",
+        "layout": "argument layout (a struct's arguments or the instruction words have changed since it was made)",
     }
-    for name, digest in here.items():
-        if schedule.fingerprint.get(name) != digest:
-            raise Refused("fingerprint", f"the schedule is for another {what[name]}; schedule the program again", field=name)
+    differ = [name for name, digest in here.items() if schedule.fingerprint.get(name) != digest]
+    if differ:
+        others = ", and another ".join(what[name] for name in differ)
+        raise Refused("fingerprint", f"the schedule is for another {others}; schedule the program again", field=differ[0], fields=differ)
     rows = [(op.name, op.kind, op.task.struct, op.task.num_tasks) for op in program.ops]
     if [(row.name, row.kind, row.struct, row.num_tasks) for row in schedule.ops] != rows:
         raise Refused("fingerprint", "the schedule's list of ops is not the program's; schedule the program again", field="ops")
@@ -82,9 +92,12 @@ def check_resources(schedule: Schedule, program: Program, machine: Machine) -> i
         ("queues", queues, schedule.num_sms, "the schedule's SMs"),
         ("teams", teams, min(MAX_TEAMS, machine.max_threads_per_cta // THREADS_PER_TEAM), f"of {THREADS_PER_TEAM} threads in a CTA"),
         ("stages", schedule.stages, MAX_STAGES, "of a ring"),
+        ("counters", schedule.num_counters, schedule.num_instructions, "a counter nobody signals orders nothing"),
     ):
-        if not 1 <= value <= high:
-            raise Refused("resource", f"{name}: the schedule has {value}, must be from 1 to {high} ({of})", resource=name)
+        if not (name != "counters") <= value <= high:
+            raise Refused(
+                "resource", f"{name}: the schedule has {value}, must be from {int(name != 'counters')} to {high} ({of})", resource=name
+            )
     memory = smem_bytes(program, teams, schedule.stages)
     if memory > machine.smem_per_cta_bytes:
         raise Refused(
@@ -98,6 +111,8 @@ def check_resources(schedule: Schedule, program: Program, machine: Machine) -> i
 
 def check_tasks(schedule: Schedule) -> None:
     """Raises Refused naming an instruction of no task, a task that appears twice, or one that does not."""
+    if not schedule.first_task[-1]:
+        raise Refused("tasks", f"the program {schedule.program} has no tasks: there is nothing to run")
     counts = np.array([row.num_tasks for row in schedule.ops])
     wrong = (schedule.op < 0) | (schedule.op >= len(counts)) | (schedule.task < 0)
     wrong |= schedule.task >= counts[np.where(wrong, 0, schedule.op)]
@@ -108,13 +123,15 @@ def check_tasks(schedule: Schedule) -> None:
             "tasks", f"queue {queue} instruction {place}: there is no task {schedule.task[i]} of op {schedule.op[i]}", instruction=i
         )
     index = schedule.first_task[schedule.op] + schedule.task
-    times = np.bincount(index, minlength=schedule.first_task[-1])
-    if (times != 1).any():
-        t = int(np.argmax(times != 1))
+    found, times = np.unique(index, return_counts=True)  # of what is there: the ops may claim more tasks than memory has room for
+    twice, total = np.flatnonzero(times > 1), int(schedule.first_task[-1])
+    if len(twice) or len(found) < total:
+        gaps = np.flatnonzero(found != np.arange(len(found)))
+        t = int(found[twice[0]]) if len(twice) else int(gaps[0]) if len(gaps) else len(found)
         op = int(np.searchsorted(schedule.first_task, t, side="right")) - 1
         name = f"{schedule.ops[op].name} task {t - schedule.first_task[op]}"
         where = [schedule.describe(int(i)) for i in np.flatnonzero(index == t)[:2]]
-        message = f"{name} is in no queue" if not where else f"{name} runs {times[t]} times: {' and '.join(where)}"
+        message = f"{name} is in no queue" if not where else f"{name} runs {times[twice[0]]} times: {' and '.join(where)}"
         raise Refused("tasks", message, op=op, task=t - int(schedule.first_task[op]))
 
 
@@ -135,6 +152,17 @@ def check_waits(schedule: Schedule) -> None:
             f"{schedule.describe(i)} waits for counter {counter} to reach {threshold}, but only {totals[counter]} instructions signal it",
             instruction=i, counter=counter, threshold=threshold,
         )  # fmt: skip
+
+
+def check_size(schedule: Schedule, runs: Runs) -> None:
+    """Raises Refused for a schedule that would take too long, or too much memory, to prove: thousands of waits that are all different."""
+    needed, steps = clock_bytes(schedule, runs), partial_steps(schedule, runs)
+    if needed > MAX_PROOF_BYTES:
+        raise Refused("resource", f"proof: its clocks would take {needed} bytes, must be at most {MAX_PROOF_BYTES}; let more tasks wait for the same",
+                      resource="proof")  # fmt: skip
+    if steps > MAX_PROOF_STEPS:
+        raise Refused("resource", f"proof: waits for a part of a counter's signals would take {steps} steps, must be at most {MAX_PROOF_STEPS}; let tasks "
+                      "wait for all signals of more counters", resource="proof")  # fmt: skip
 
 
 def deadlock(schedule: Schedule, runs: Runs, done: list[int], stuck: list[tuple[int, int, int]]) -> Refused:

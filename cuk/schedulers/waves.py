@@ -10,6 +10,7 @@ from cuk.machine import Machine
 from cuk.program import Program
 from cuk.schedule import Schedule
 from cuk.schedulers.order import first_tasks, predecessors
+from cuk.task import check_whole
 
 
 def waves(
@@ -27,13 +28,15 @@ def waves(
     reserved: {kind of op: SMs that run nothing else}, taken from the last SM on; all other ops have the rest. options: those of
     `cuk.counters.assemble`. Raises ValueError for a kind that the program lacks, or when no SM is left."""
     num_sms = sm_count(program, machine, num_sms)
-    reserved = dict(reserved or {})
+    if not isinstance(reserved, Mapping | None):
+        raise ValueError(f"reserved={reserved!r}: must be a mapping from a kind of op to SMs")
+    reserved = {kind: check_whole(f"reserved[{kind!r}]", count, 1, num_sms, "SMs") for kind, count in (reserved or {}).items()}
     kinds = {op.kind for op in program.ops}
     rest = num_sms - sum(reserved.values())
-    if unknown := sorted(set(reserved) - kinds):
+    if unknown := sorted(map(str, set(reserved) - kinds)):
         raise ValueError(f"reserved: {', '.join(unknown)} is no kind of op of {program.name}; its kinds are {', '.join(sorted(kinds))}")
-    if any(count < 1 for count in reserved.values()) or rest < (1 if kinds - set(reserved) else 0):
-        raise ValueError(f"reserved={reserved}: must be 1 or more each and leave some of the {num_sms} SMs for the other ops")
+    if rest < (1 if kinds - set(reserved) else 0):
+        raise ValueError(f"reserved={reserved}: must leave some of the {num_sms} SMs for the other ops")
     given, low = {}, rest
     for kind, count in reserved.items():
         given[kind] = range(low, low + count)
