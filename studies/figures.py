@@ -40,6 +40,8 @@ def table(rows: list[dict]) -> str:
             lines.append(f"| {program}, {batch}, {context} | {row['run']} | | | | {row['invalid']} |")
             continue
         bar = f"{row['at_most']:.2f}" if row.get("at_most") else ""
+        if row.get("at_most_to_baseline"):
+            bar = f"{row['at_most_to_baseline']:.2f} × {row['baseline']} (is {row['ratio_to_baseline'][0]:.3f})"
         note = f" (invalid: {row['invalid']})" if row["invalid"] else ""
         lines.append(
             f"| {program}, {batch}, {context} | {row['run']} | {row['median_us']:.0f} | {row['ratio_to_floor']:.2f} | {bar} | {row['checked'] or 'no'}{note} |"

@@ -232,14 +232,20 @@ class Table:
         return list({id(floor): floor for floor in self.floors}.values())
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Writes the record, by default studies/results/<machine>/<study>.json. Rows there of other settings stay; a file there that is
-        no record is put aside as <name>.broken."""
+        """Writes the record, by default studies/results/<machine>/<study>.json. Rows there of other settings stay, but of a part (a row's
+        `part`, if it has one) only those of the same sources: what stands together was measured from one state. A file there that is no
+        record is put aside as <name>.broken."""
         record = self.record()
         path = Path(path) if path else results_dir() / record["machine"] / f"{self.study}.json"
         if path.exists():
-            mine = {row_key(row) for row in self.rows}
+            mine, sources = {row_key(row) for row in self.rows}, {row.get("part"): row["source_sha256"] for row in self.rows}
+
+            def stays(row: Mapping[str, Any]) -> bool:
+                part = row.get("part")
+                return row_key(row) not in mine and (part is None or sources.get(part) in (None, row.get("source_sha256")))
+
             try:
-                record["rows"] = [row for row in load_record(path)["rows"] if row_key(row) not in mine] + self.rows
+                record["rows"] = [row for row in load_record(path)["rows"] if stays(row)] + self.rows
             except ValueError:
                 os.replace(path, path.with_name(f"{path.name}.broken"))
         write_record(path, record)
@@ -314,8 +320,9 @@ class Table:
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """What tells two rows of a study apart: program, run, and the settings but for those that only describe."""
+    """What tells two rows of a study apart: part, program, run, and the settings but for those that only describe."""
     return (
+        row.get("part"),
         row["program"],
         row["run"],
         tuple(sorted((k, str(v)) for k, v in row["settings"].items() if k in ("batch", "context", "variant"))),
