@@ -24,6 +24,7 @@ _HOME = {
     "check": "cuk.runs",
     "compare": "cuk.compare",
     "compile": "cuk.compile",
+    "fidelity": "cuk.fidelity",
     "simulate": "cuk.simulate",
     "validate": "cuk.validate",
 }

@@ -1,5 +1,5 @@
-"""The command line: `cuk compare PROGRAM`, `cuk decode`, `cuk schedule PROGRAM`, `cuk check FILE`, `cuk doctor`. Exit code 0: done; 1: a run is
-impossible, failed its check, a schedule is refused, or a file is missing; 2: bad usage, or a file that is not what it should be."""
+"""The command line: `cuk compare PROGRAM`, `cuk decode`, `cuk fidelity`, `cuk schedule PROGRAM`, `cuk check FILE`, `cuk doctor`. Exit code 0: done; 1: a
+run is impossible, failed its check, a schedule is refused, or a file is missing; 2: bad usage, or a file that is not what it should be."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cuk.compare import RUNS, compare, has_gpu, size_up
 from cuk.counters import DEPS, SIGNALS
 from cuk.decode import Decoder, Request, request
 from cuk.doctor import examine
+from cuk.fidelity import POSITIONS, fidelity, prompts_for, require_transformers
 from cuk.launch import gpu_missing
 from cuk.machine import Machine
 from cuk.program import Program
@@ -46,6 +47,10 @@ EXAMPLES = {
   cuk decode --model ~/models/Qwen3-0.6B --prompt "Once upon" --prompt "In the year" --temperature 0.8 --top-p 0.95 --seed 7
   cuk decode --model llama-3.2-1b --ids 1,2,3 --tokens 128 --run graph --json
   cuk decode --model ./tiny --ids 1 --tokens 8 --run reference""",
+    "fidelity": """examples:
+  cuk fidelity --model ~/models/Llama-3.2-1B
+  cuk fidelity --model ~/models/Qwen3-0.6B --run graph --positions 32 --prompt "$(cat page.txt)" --prompt "$(cat other.txt)"
+  cuk fidelity --model ./tiny --run reference --json""",
     "schedule": """examples:
   cuk schedule llama-3.2-1b -o 1b.json
   cuk schedule llama-3.1-8b --scheduler balanced --deps tile --context 4096 -o 8b.json
@@ -99,6 +104,19 @@ def parser() -> argparse.ArgumentParser:
     d.add_argument("--stop", metavar="N,N…|none", help="tokens that end a text (default: the checkpoint's eos_token_id)")
     d.add_argument("--capacity", type=int, help="rows of the KV cache (default: as many as the longest prompt and --tokens need)")
     d.add_argument("--device", type=int, help="CUDA device (default: the current one)")
+    c = command(
+        "fidelity", "Hold a run's logits against a float32 run of the checkpoint, beside transformers' own in bf16; exit 1 if it errs more."
+    )
+    c.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
+    c.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text longer than --positions (default: eight passages)")
+    c.add_argument(
+        "--ids", action="append", default=[], metavar="N,N…", help="the same as tokens (without a tokenizer the default is random ones)"
+    )
+    c.add_argument("--positions", type=int, default=POSITIONS, help="of each prompt that are looked at (default %(default)s)")
+    c.add_argument("--batch", type=int, default=1, help="prompts that go through a step together, 1 to 16 (default 1)")
+    c.add_argument("--run", default="pdl", help=f"one of {', '.join(KNOWN_RUNS)} (default pdl); reference needs no GPU")
+    c.add_argument("--seed", type=int, default=0, help="of random prompts and of the bootstrap (default 0)")
+    c.add_argument("--device", type=int, help="CUDA device (default: the current one)")
     c = command("schedule", "Make a schedule of a program, prove it, and write it to a file.")
     _add_program(c)
     c.add_argument("--scheduler", default="round_robin", help=f"one of {', '.join(SCHEDULERS)} (default %(default)s)")
@@ -148,7 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # names from files may not fit the terminal's encoding
     try:
-        commands = {"compare": run_compare, "decode": run_decode, "schedule": run_schedule, "check": run_check, "doctor": run_doctor}
+        commands = {"compare": run_compare, "decode": run_decode, "fidelity": run_fidelity, "schedule": run_schedule, "check": run_check,
+                    "doctor": run_doctor}  # fmt: skip
         return commands[given.command](given)
     except (ValueError, RuntimeError, MemoryError, CheckFailed, ImportError, OSError) as error:
         print(f"cuk {given.command}: {error}", file=sys.stderr)
@@ -293,6 +312,30 @@ def _speed(decoder: Decoder, asked: Request, decoded: list[list[int]], seconds: 
             floor_us = measure_floor().us(needed)
     return {"steps": decoder.steps, "seconds": seconds, "tokens_per_s": sum(map(len, decoded)) / seconds, "step_us": step_us,
             "floor_us": floor_us, "ratio_to_floor": floor_us and step_us / floor_us}  # fmt: skip
+
+
+def run_fidelity(given: argparse.Namespace) -> int:
+    if given.run not in KNOWN_RUNS:
+        raise ValueError(f"unknown run {given.run!r}: known ones are {', '.join(KNOWN_RUNS)}")
+    if given.positions < 1:
+        raise ValueError(f"--positions {given.positions}: must be at least 1")
+    program = llama.from_pretrained(given.model)  # headers alone
+    ids = [_tokens(text, "--ids") for text in given.ids]
+    prompts, kind = prompts_for(given.model, program.meta["vocab"], given.prompt, ids, given.positions, given.seed)
+    require_transformers()
+    if given.run != "reference" and (missing := gpu_missing()):
+        raise RuntimeError(f"run {given.run!r} needs a GPU: {missing}. On the CPU, for a small model: --run reference")
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status, _on_device(given):
+        found = fidelity(given.model, prompts, run=given.run, positions=given.positions, batch=given.batch, seed=given.seed, device=given.device,
+                         progress=status.update)  # fmt: skip
+    if given.json:
+        print(json.dumps({**found.to_json(), "tokens": kind}, indent=1, allow_nan=False))
+    else:
+        found.print()
+        print(f"prompts: {kind}", file=sys.stderr)
+    return 1 if found.problems else 0
 
 
 def run_schedule(given: argparse.Namespace) -> int:

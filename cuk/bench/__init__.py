@@ -18,7 +18,7 @@ import numpy as np
 from cuk.bench.floor import Floor, floor_here, measure_floor
 from cuk.record import environment, load_record, now, source_sha256, write_record
 
-__all__ = ["Floor", "Measurement", "Table", "floor_here", "interleave", "measure_floor", "results_dir", "row_key"]
+__all__ = ["Floor", "Measurement", "Table", "floor_here", "interleave", "measure_floor", "paired_interval", "results_dir", "row_key"]
 
 
 def _time(call: Callable[[], Any], inner: int) -> float:
@@ -34,6 +34,18 @@ def _time(call: Callable[[], Any], inner: int) -> float:
     stop.record()
     stop.synchronize()
     return cupy.cuda.get_elapsed_time(start, stop) * 1e3 / inner
+
+
+def paired_interval(mine: np.ndarray, theirs: np.ndarray, statistic: Callable[..., np.ndarray], seed: int = 0) -> tuple[float, float]:
+    """The 95% percentile bootstrap interval of statistic(mine, theirs, axis), whose pairs are drawn together (scipy.stats.bootstrap)."""
+    from scipy.stats import bootstrap
+
+    how = dict(paired=True, vectorized=True, n_resamples=2000, method="percentile")
+    try:
+        found = bootstrap((mine, theirs), statistic, rng=np.random.default_rng(seed), **how)
+    except TypeError:  # SciPy before 1.15 has it under its old name
+        found = bootstrap((mine, theirs), statistic, random_state=np.random.default_rng(seed), **how)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
 # ---- interleaving ----
@@ -59,17 +71,11 @@ class Measurement:
         value = float(np.median(mine) / np.median(theirs))
         if name == self.baseline or len(mine) < 2:
             return value, value, value
-        from scipy.stats import bootstrap
 
-        def statistic(a, b, axis=-1):
+        def statistic(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
             return np.median(a, axis=axis) / np.median(b, axis=axis)
 
-        how = dict(paired=True, vectorized=True, n_resamples=2000, method="percentile")
-        try:
-            found = bootstrap((mine, theirs), statistic, rng=np.random.default_rng(seed), **how)
-        except TypeError:  # SciPy before 1.15 has it under its old name
-            found = bootstrap((mine, theirs), statistic, random_state=np.random.default_rng(seed), **how)
-        return value, float(found.confidence_interval.low), float(found.confidence_interval.high)
+        return value, *paired_interval(mine, theirs, statistic, seed)
 
 
 def interleave(
