@@ -2,7 +2,7 @@
 
 Works for any function of a `cupy.RawModule` or `cupy.RawKernel`, on CuPy arrays and streams:
 
-    module = cupy.RawModule(code=source, options=("-arch=sm_90",))
+    module = cupy.RawModule(code=source)
     first = Launch(module.get_function("produce"), grid=132, block=256, args=(x, n))
     second = Launch(module.get_function("consume"), grid=132, block=256, args=(x, y, n), programmatic=True)
     first(); second()                      # on the current CuPy stream
@@ -11,11 +11,13 @@ Works for any function of a `cupy.RawModule` or `cupy.RawKernel`, on CuPy arrays
 
 A kernel launched with `programmatic=True` may start before the one before it in the stream has ended: it must execute
 griddepcontrol.wait before it reads what that kernel, or any kernel before it, writes, and before it overwrites what they read.
+docs/launch.md says what those instructions promise, and what each error means.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,9 @@ import numpy as np
 
 PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
 """CTAs of a cluster: on every GPU that has clusters; on an H200, for a kernel that asks for it (CUDA C++ programming guide)."""
+
+_LEGACY_STREAMS = (0, 1)
+"""The default stream by its two names, NULL and CU_STREAM_LEGACY (cuda.h)."""
 
 
 class LaunchError(RuntimeError):
@@ -51,11 +56,37 @@ def _driver() -> Any:
 
 
 def _shape(name: str, given: int | Sequence[int], limits: tuple[int, int, int]) -> tuple[int, int, int]:
-    sizes = (given,) if isinstance(given, (int, np.integer)) else tuple(given)
-    sizes = tuple(int(s) for s in sizes) + (1,) * (3 - len(sizes))
-    if len(sizes) != 3 or any(not 1 <= s <= limit for s, limit in zip(sizes, limits, strict=True)):
-        raise ValueError(f"{name}={given}: must be one to three sizes from 1 to {limits}")
-    return sizes
+    try:
+        sizes = tuple(operator.index(size) for size in (given if np.iterable(given) else (given,)))
+    except TypeError:
+        sizes = ()
+    if not 1 <= len(sizes) <= 3 or any(not 1 <= s <= limit for s, limit in zip(sizes, limits, strict=False)):
+        raise ValueError(f"{name}={given!r}: must be one to three whole sizes from 1 to {limits}")
+    return (*sizes, 1, 1)[:3]
+
+
+def _function_pointer(function: Any) -> int:
+    """Address of the CUfunction in a function of a cupy.RawModule, a cupy.RawKernel or a cupy.cuda.Function."""
+    pointer = getattr(getattr(function, "kernel", function), "ptr", None)  # a cupy.RawKernel holds its cupy.cuda.Function
+    if not isinstance(pointer, (int, np.integer)):
+        raise ValueError(
+            f"function={function!r:.80}: a {type(function).__name__} is no kernel; give module.get_function('name') of a cupy.RawModule, "
+            f"or a cupy.RawKernel"
+        )
+    return int(pointer)
+
+
+def _stream_pointer(stream: Any) -> int:
+    if stream is None:
+        import cupy
+
+        stream = cupy.cuda.get_current_stream()
+    try:
+        return stream.ptr
+    except AttributeError:
+        raise ValueError(
+            f"stream={stream!r:.80}: a {type(stream).__name__} is no CuPy stream; wrap another library's as cupy.cuda.ExternalStream(address)"
+        ) from None
 
 
 class Launch:
@@ -67,8 +98,8 @@ class Launch:
     launch before. cooperative: grid-wide synchronization is used, so all CTAs must be resident. resident: likewise, for grids that
     synchronize by their own means. cluster: CTAs of a cluster, along x or a triple.
 
-    Raises ValueError for sizes out of range and arguments that the kernel does not take, LaunchError for a footprint that no SM has
-    room for and for a grid that must be resident and cannot be, with the arithmetic."""
+    Raises ValueError for what is no kernel, sizes out of range and arguments that the kernel does not take, LaunchError for a footprint
+    that no SM has room for and for a grid that must be resident and cannot be, with the arithmetic."""
 
     def __init__(
         self,
@@ -92,11 +123,12 @@ class Launch:
         self.cluster = None if cluster is None else _shape("cluster", cluster, (MAX_CLUSTER,) * 3)
         if self.cluster and np.prod(self.cluster) > MAX_CLUSTER:
             raise ValueError(f"cluster={cluster}: {np.prod(self.cluster)} CTAs, a cluster can have {MAX_CLUSTER}")
+        if not isinstance(smem_bytes, (int, np.integer)) or not 0 <= smem_bytes < 2**31:
+            raise ValueError(f"smem_bytes={smem_bytes!r}: must be a whole number of bytes, 0 or more")
         self.smem_bytes = int(smem_bytes)
         self.programmatic = programmatic
         self._keep = (function, tuple(args))
-        kernel = getattr(function, "kernel", function)  # a cupy.RawKernel holds its cupy.cuda.Function
-        self.handle = driver.CUfunction(int(kernel.ptr))
+        self.handle = driver.CUfunction(_function_pointer(function))
         self.name = name or getattr(function, "name", "kernel")
         self._prepare_function(driver)
         self._pack(driver, args)
@@ -130,11 +162,7 @@ class Launch:
 
     def __call__(self, stream: Any = None) -> None:
         """Enqueues the kernel on a CuPy stream, by default the current one."""
-        if stream is None:
-            import cupy
-
-            stream = cupy.cuda.get_current_stream()
-        self._config.hStream = self._stream_type(stream.ptr)
+        self._config.hStream = self._stream_type(_stream_pointer(stream))
         (status,) = self._launch(self._config, self.handle, self._pointers, 0)
         if int(status):
             raise LaunchError(f"{self}: {_explain(status)}")
@@ -183,21 +211,34 @@ class Launch:
         self._set(driver, "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
 
     def _pack(self, driver: Any, args: Sequence[Any]) -> None:
-        buffers = [_parameter(a) for a in args]
-        if hasattr(driver, "cuFuncGetParamInfo"):
-            for index in range(len(buffers) + 1):
-                status, _, size = driver.cuFuncGetParamInfo(self.handle, index)
-                if int(status):
-                    break
-                if index < len(buffers) and ctypes.sizeof(buffers[index]) != size:
-                    raise ValueError(f"{self.name}: argument {index} has {ctypes.sizeof(buffers[index])} bytes, the kernel takes {size}")
-            else:
-                raise ValueError(f"{self.name}: {len(buffers)} arguments given, the kernel takes more")
-            if index != len(buffers):
-                raise ValueError(f"{self.name}: {len(buffers)} arguments given, the kernel takes {index}")
+        buffers = []
+        for index, value in enumerate(args):
+            try:
+                buffers.append(_parameter(value))
+            except ValueError as error:
+                raise ValueError(f"{self.name}: argument {index} {error}") from None
+        sizes = self._parameter_sizes(driver)
+        if sizes is not None and len(sizes) != len(buffers):
+            raise ValueError(f"{self.name}: {len(buffers)} arguments given, the kernel takes {len(sizes)}")
+        for index, (value, buffer, size) in enumerate(zip(args, buffers, sizes or (), strict=False)):
+            if ctypes.sizeof(buffer) != size:
+                hint = "; give a NumPy scalar of the kernel's type" if isinstance(value, (int, float, np.generic)) else ""
+                raise ValueError(
+                    f"{self.name}: argument {index} ({type(value).__name__}) has {ctypes.sizeof(buffer)} bytes, the kernel takes {size}{hint}"
+                )
         self._buffers = buffers
         self._table = (ctypes.c_void_p * max(1, len(buffers)))(*(ctypes.addressof(b) for b in buffers))
         self._pointers = ctypes.addressof(self._table) if buffers else 0
+
+    def _parameter_sizes(self, driver: Any) -> list[int] | None:
+        """Bytes of each parameter of the kernel; None where the driver does not tell (before CUDA 12.4)."""
+        sizes: list[int] = []
+        try:
+            while not int((info := driver.cuFuncGetParamInfo(self.handle, len(sizes)))[0]):
+                sizes.append(info[2])
+        except (AttributeError, RuntimeError):  # the bindings have no such function, or libcuda has none
+            return None
+        return sizes
 
     def _require_resident(self, driver: Any) -> None:
         import cupy
@@ -262,7 +303,7 @@ def encode_tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int]
 
 
 def _parameter(value: Any) -> Any:
-    """A ctypes object that holds the bytes of one kernel parameter."""
+    """A ctypes object that holds the bytes of one kernel parameter. Raises ValueError whose text follows "argument 3 "."""
     if isinstance(value, (bytes, bytearray)):
         return (ctypes.c_char * len(value)).from_buffer_copy(bytes(value))
     if hasattr(value, "__cuda_array_interface__"):
@@ -274,13 +315,15 @@ def _parameter(value: Any) -> Any:
         return ctypes.c_bool(value)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise ValueError(f"a kernel argument of {value} does not fit 64 bits")
+            raise ValueError(f"is {value}, which does not fit 64 bits")
         return ctypes.c_int32(value) if -(2**31) <= value < 2**31 else ctypes.c_int64(value)
     if isinstance(value, float):
         return ctypes.c_double(value)
     if isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
         return value
-    raise ValueError(f"a kernel argument of type {type(value).__name__} is neither an array, a scalar, a ctypes value nor bytes")
+    if isinstance(value, np.ndarray):
+        raise ValueError("is a NumPy array, in the host's memory: give a CuPy array, e.g. cupy.asarray(it)")
+    raise ValueError(f"of type {type(value).__name__} is neither an array on the GPU, a scalar, a ctypes value nor bytes")
 
 
 def _explain(status: Any) -> str:
@@ -306,11 +349,7 @@ class Graph:
 
     def launch(self, stream: Any = None) -> None:
         """Enqueues one replay on a CuPy stream, by default the current one."""
-        if stream is None:
-            import cupy
-
-            stream = cupy.cuda.get_current_stream()
-        (status,) = self._launch(self._executable, self._stream_type(stream.ptr))
+        (status,) = self._launch(self._executable, self._stream_type(_stream_pointer(stream)))
         if int(status):
             raise LaunchError(f"graph of {len(self._keep)} launches: {_explain(status)}")
 
@@ -331,15 +370,23 @@ def capture(launches: Sequence[Launch], stream: Any = None) -> Graph:
     """A CUDA graph of launches, each following the one before; those with `programmatic` by a programmatic edge.
 
     stream: the CuPy stream to capture on, not the default one; without it a stream of its own. Nothing runs on it.
-    Raises ValueError for an empty sequence, LaunchError when the driver refuses."""
+    Raises ValueError for an empty sequence, anything in it that is no Launch, and the default stream; LaunchError when the driver refuses."""
+    launches = tuple(launches) if np.iterable(launches) else (launches,)  # the graph keeps them, so a generator must not be used up
     if not launches:
         raise ValueError("nothing to capture: give at least one Launch")
+    for index, launch in enumerate(launches):
+        if not isinstance(launch, Launch):
+            raise ValueError(f"launches[{index}] is of type {type(launch).__name__}: capture takes Launch objects; CuPy's own work is captured "
+                             f"with stream.begin_capture() and end_capture(), and a Launch called in between goes along")  # fmt: skip
     driver = _driver()
     if stream is None:
         import cupy
 
         stream = cupy.cuda.Stream(non_blocking=True)
-    handle = driver.CUstream(stream.ptr)
+    pointer = _stream_pointer(stream)
+    if pointer in _LEGACY_STREAMS:
+        raise ValueError("the default stream cannot be captured: give cupy.cuda.Stream(non_blocking=True), or no stream")
+    handle = driver.CUstream(pointer)
     (status,) = driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     if int(status):
         raise LaunchError(f"capture: {_explain(status)}")

@@ -1,8 +1,10 @@
 """What a launch hands to the driver, read back from the C structs of the real bindings; and what it refuses before it gets there."""
 
 import ctypes
+import re
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -170,6 +172,19 @@ def test_a_kernel_without_parameters(use):
     assert driver.launched[0]["parameters"] == []
 
 
+@pytest.mark.parametrize("missing", [AttributeError("no cuFuncGetParamInfo"), RuntimeError('Function "cuFuncGetParamInfo" not found')])
+def test_a_driver_that_does_not_tell_the_parameters_is_believed(use, missing):
+    """cuFuncGetParamInfo came with CUDA 12.4: older bindings lack the name, newer ones over an older driver raise RuntimeError."""
+    driver = use(Driver())
+
+    def absent(function, index):
+        raise missing
+
+    driver.cuFuncGetParamInfo = absent
+    Launch(KERNEL, 1, 32, ARGS)()
+    assert len(driver.launched) == 1
+
+
 def test_the_limit_of_shared_memory_is_only_raised(use):
     driver = use(Driver())
     for smem in (150_000, 60_000):
@@ -180,16 +195,30 @@ def test_the_limit_of_shared_memory_is_only_raised(use):
 @pytest.mark.parametrize(
     ("driver", "given", "error", "message"),
     [
-        ({}, dict(grid=0), ValueError, "grid=0: must be one to three sizes from 1"),
+        ({}, dict(grid=0), ValueError, "grid=0: must be one to three whole sizes from 1"),
+        ({}, dict(grid=()), ValueError, r"grid=\(\): must be one to three whole sizes"),
+        ({}, dict(grid=(1, 1, 1, 1)), ValueError, r"grid=\(1, 1, 1, 1\): must be one to three whole sizes"),
+        ({}, dict(grid=131.5), ValueError, "grid=131.5: must be one to three whole sizes"),
+        ({}, dict(grid=(2.0, 1)), ValueError, r"grid=\(2.0, 1\): must be one to three whole sizes"),
+        ({}, dict(grid="132"), ValueError, "grid='132': must be one to three whole sizes"),
+        ({}, dict(grid=(1, 70_000)), ValueError, "grid=.*70000.*65535"),
         ({}, dict(block=2048), ValueError, "block=2048"),
+        ({}, dict(smem_bytes=-1), ValueError, "smem_bytes=-1: must be a whole number of bytes, 0 or more"),
+        ({}, dict(smem_bytes=1e5), ValueError, "smem_bytes=100000.0: must be a whole number"),
+        ({}, dict(function="k"), ValueError, r"function='k': a str is no kernel; give module.get_function\('name'\) of a cupy.RawModule"),
+        ({}, dict(function=types.SimpleNamespace(module=1)), ValueError, "function=.* a SimpleNamespace is no kernel"),
         ({}, dict(block=(32, 64)), ValueError, "2048 threads, a CTA can have 1024"),
         ({}, dict(cluster=(4, 4, 2)), ValueError, "32 CTAs, a cluster can have 16"),
         ({}, dict(grid=3, cluster=2), ValueError, "no multiple of cluster"),
-        ({}, dict(args=ARGS[:2]), ValueError, "2 arguments given, the kernel takes more"),
+        ({}, dict(args=ARGS[:2]), ValueError, "k: 2 arguments given, the kernel takes 3"),
         ({}, dict(args=(*ARGS, 1)), ValueError, "4 arguments given, the kernel takes 3"),
-        ({}, dict(args=(*ARGS[:2], 1.0)), ValueError, "argument 2 has 8 bytes, the kernel takes 4"),
-        ({}, dict(args=(*ARGS[:2], "n")), ValueError, "argument of type str"),
-        ({}, dict(args=(*ARGS[:2], 1 << 64)), ValueError, "does not fit 64 bits"),
+        ({}, dict(args=(*ARGS[:2], 1.0)), ValueError, r"argument 2 \(float\) has 8 bytes, the kernel takes 4; give a NumPy scalar"),
+        ({}, dict(args=(ARRAY, 1, 7)), ValueError, r"k: argument 1 \(int\) has 4 bytes, the kernel takes 8; give a NumPy scalar"),
+        ({}, dict(args=(ARRAY, b"1234", 7)), ValueError, r"argument 1 \(bytes\) has 4 bytes, the kernel takes 8$"),
+        ({}, dict(args=(*ARGS[:2], "n")), ValueError, "k: argument 2 of type str is neither an array on the GPU"),
+        ({}, dict(args=(ARRAY, None, 7)), ValueError, "k: argument 1 of type NoneType"),
+        ({}, dict(args=(np.zeros(4), ARRAY, 7)), ValueError, "k: argument 0 is a NumPy array, in the host's memory: give a CuPy array"),
+        ({}, dict(args=(*ARGS[:2], 1 << 64)), ValueError, "k: argument 2 is 18446744073709551616, which does not fit 64 bits"),
         ({"threads": 640}, dict(block=1024), LaunchError, "1024 threads, the kernel can have 640 with its 40 registers"),
         ({"static": 1024}, dict(smem_bytes=232_000), LaunchError, "smem_bytes=232000 beside 1024 bytes of static .* a CTA can have 232448"),
         ({}, dict(grid=265, cooperative=True), LaunchError, r"all 265 CTAs .* 2 CTAs of 32 threads, 40 .* 2 \* 132 SMs = 264; take"),
@@ -201,7 +230,7 @@ def test_the_limit_of_shared_memory_is_only_raised(use):
 def test_what_is_refused_before_any_launch(use, driver, given, error, message):
     stand_in = use(Driver(**driver))
     with pytest.raises(error, match=message):
-        Launch(KERNEL, **{"grid": 1, "block": 32, "args": ARGS, **given})
+        Launch(**{"function": KERNEL, "grid": 1, "block": 32, "args": ARGS, **given})
     assert not stand_in.launched
 
 
@@ -219,6 +248,40 @@ def test_a_refused_launch_names_kernel_grid_and_shared_memory(use):
     driver.fail = INVALID
     with pytest.raises(LaunchError, match=r"k grid=\(5, 1, 1\) block=\(32, 1, 1\) smem=64.*INVALID_VALUE \(as the driver explains it\)"):
         Launch(KERNEL, 5, 32, ARGS, smem_bytes=64)()
+
+
+def test_a_stream_that_is_not_cupys_is_named(use):
+    driver = use(Driver())
+    prepared = Launch(KERNEL, 1, 32, ARGS)
+    graph = capture([prepared])
+    for call in (prepared, graph.launch, lambda stream: capture([prepared], stream)):
+        with pytest.raises(ValueError, match=r"stream=7: a int is no CuPy stream; wrap another library's as cupy.cuda.ExternalStream"):
+            call(7)
+    assert driver.log == ["begin", "launch", "end"]
+
+
+def test_without_cuda_bindings_a_launch_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(ImportError, match=r"launching needs cuda.bindings: pip install 'cuk\[cuda13\]' \(or cuda12\)"):
+        Launch(KERNEL, 1, 32, ARGS)
+
+
+def no_device():
+    raise RuntimeError("cudaErrorNoDevice")
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (None, r"CuPy cannot be imported .*pip install 'cuk\[cuda13\]'"),
+        (no_device, "no GPU can be used .cudaErrorNoDevice.: install NVIDIA's driver; `cuk doctor`"),
+        (lambda: 0, "no GPU is visible: see CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_why_no_kernel_can_be_launched(monkeypatch, count, message):
+    runtime = types.SimpleNamespace(getDeviceCount=count)
+    monkeypatch.setitem(sys.modules, "cupy", count and types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime)))
+    assert re.search(message, launch.gpu_missing())
 
 
 # ---- graphs ----
@@ -253,9 +316,46 @@ def test_edge_data_is_as_long_as_the_drivers():
     assert int(bindings.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC) == launch._EdgeData.PROGRAMMATIC
 
 
-def test_nothing_to_capture():
-    with pytest.raises(ValueError, match="nothing to capture"):
-        capture([])
+def test_a_graph_keeps_the_launches_of_a_generator(use):
+    """They own the arrays and the packed arguments: a generator that capture has used up would leave the graph with none of them."""
+    use(Driver())
+    launches = [Launch(KERNEL, 1, 32, ARGS) for _ in range(3)]
+    kept = [weakref.ref(each) for each in launches]
+    graph = capture(each for each in launches)
+    del launches
+    assert all(each() is not None for each in kept)
+    del graph
+    assert all(each() is None for each in kept)
+
+
+def test_a_launch_alone_is_captured_as_one(use):
+    use(Driver())
+    assert capture(Launch(KERNEL, 1, 32, ARGS)).num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("launches", "message"),
+    [
+        ([], "nothing to capture: give at least one Launch"),
+        ((), "nothing to capture"),
+        (iter(()), "nothing to capture"),
+        ([None], r"launches\[0\] is of type NoneType: capture takes Launch objects"),
+        (KERNEL, r"launches\[0\] is of type SimpleNamespace"),
+    ],
+)
+def test_what_cannot_be_captured(use, launches, message):
+    driver = use(Driver())
+    with pytest.raises(ValueError, match=message):
+        capture(launches)
+    assert not driver.log
+
+
+@pytest.mark.parametrize("pointer", [0, 1])
+def test_the_default_stream_cannot_be_captured(use, pointer):
+    driver = use(Driver())
+    with pytest.raises(ValueError, match=r"the default stream cannot be captured: give cupy.cuda.Stream\(non_blocking=True\)"):
+        capture([Launch(KERNEL, 1, 32, ARGS)], Stream(pointer))
+    assert not driver.log
 
 
 @pytest.mark.parametrize(
