@@ -14,6 +14,7 @@ sought: the search is a least fixed point and this is its complement. Where ever
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +88,7 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
     """Runs everything as far as it can, queues in order: (runs in the order in which they end, (run, counter, threshold) of those that wait
     for ever). How far it gets does not depend on the order of execution."""
     values = [0] * (schedule.num_counters + len(runs.handed))
-    waiting: dict[int, list[tuple[int, int]]] = {}  # counter -> (threshold, run)
+    waiting: dict[int, list[tuple[int, int]]] = {}  # counter -> heap of (threshold, run): a signal looks at those alone that it wakes
     blocked: dict[int, tuple[int, int]] = {}
     done: list[int] = []
     ends = np.searchsorted(runs.queue, np.arange(schedule.num_queues), side="right").tolist()
@@ -101,7 +102,7 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
 
     def block(run: int, wait: tuple[int, int]) -> None:
         blocked[run] = wait
-        waiting.setdefault(wait[0], []).append((wait[1], run))
+        heapq.heappush(waiting.setdefault(wait[0], []), (wait[1], run))
 
     def finish(run: int) -> list[int]:
         """The runs whose wait that ends."""
@@ -109,9 +110,9 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
         woken = []
         for c, times in runs.signals[run]:
             values[c] += times
-            if c in waiting:
-                woken += [r for k, r in waiting[c] if k <= values[c]]
-                waiting[c] = [(k, r) for k, r in waiting[c] if k > values[c]]
+            held = waiting.get(c)
+            while held and held[0][0] <= values[c]:
+                woken.append(heapq.heappop(held)[1])
         return woken
 
     # One taker alone must get through a shared queue, since the others may be late: its queue is then like an SM's own.

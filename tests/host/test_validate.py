@@ -317,13 +317,15 @@ def test_whole_steps_are_proved(model, name, deps):
     assert proof.num_instructions == program.num_tasks and (proof.tile_pairs == 0 or deps == "tile")
 
 
-@pytest.mark.parametrize("signals", ["task", "last"])
-def test_a_step_of_8b_is_proved_in_two_seconds(signals):
+@pytest.mark.parametrize("deps", ["op", "tile"])
+@pytest.mark.parametrize("scheduler", [round_robin, balanced])
+def test_a_step_of_8b_is_proved_in_two_seconds(scheduler, deps):
     program = llama("llama-3.1-8b")
-    schedule = balanced(program, H200, signals=signals)
-    task_boxes.cache_clear()
+    schedule = scheduler(program, H200, deps=deps)
+    assert schedule.num_instructions > 100_000
     times = []
     for _ in range(3):  # the best of three, since other work shares the machine
+        task_boxes.cache_clear()
         start = time.perf_counter()
         validate(schedule, program, H200)
         times.append(time.perf_counter() - start)
