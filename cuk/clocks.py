@@ -2,7 +2,7 @@
 
 A task Y comes after a task X in every execution if and only if Y cannot start when X never ends and everything else runs as far as it
 can. Counters only rise and queues only advance, so that farthest point does not depend on the order of execution. Blocking each task in turn
-takes a search a task. Here all searches run at once: tasks of one queue (of one team of it) form a chain, and blocking one blocks the
+takes a search a task. Here all searches run at once: tasks of one queue (of one team of it: a lane) form a chain, and blocking one blocks the
 rest, so what is ordered before Y is a prefix of each chain, and a row of prefix lengths, Y's clock, holds the outcome of every search:
 
   clock(Y)     = max over Y's waits of guarantee(counter, threshold), and over the instruction before Y in its chain
@@ -28,21 +28,43 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A schedule cut into runs: instructions in a row that wait for the same. `waits[i]`: the (counter, threshold) of wait set i; `wait_set`
-    [n] of each instruction; run r holds instructions bounds[r] … bounds[r + 1] - 1, of queue[r]; `handed`: for the run's first instruction,
-    hand-overs that it waits for besides, as (counter behind the schedule's own, threshold)."""
+    """A schedule cut into runs: instructions of one lane in a row that wait for the same. A lane is what one team of an SM runs, in order; a
+    shared queue is one lane. Lane l holds the instructions order[starts[l]] … order[starts[l + 1] - 1], run r, of lane[r], those of
+    order[bounds[r]] … order[bounds[r + 1] - 1].
 
+    waits[i]: the (counter, threshold) of wait set i; `wait_set` [n] of each instruction; `handed`: for the run's first instruction,
+    hand-overs that it waits for besides, as (counter behind the schedule's own, threshold); signals[r]: (counter, times)."""
+
+    order: np.ndarray
+    starts: np.ndarray
     waits: list[list[tuple[int, int]]]
     wait_set: np.ndarray
     bounds: np.ndarray
-    queue: np.ndarray
+    lane: np.ndarray
     handed: dict[int, tuple[int, int]]
     signals: list[list[tuple[int, int]]]
+
+    @property
+    def of_instruction(self) -> np.ndarray:
+        """The run of each instruction."""
+        run = np.empty(len(self.order), np.int64)
+        run[self.order] = np.repeat(np.arange(len(self.lane)), np.diff(self.bounds))
+        return run
+
+
+def _lanes(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """(the instructions, lane after lane; where each lane starts)."""
+    teams = 1 if schedule.dynamic else schedule.teams
+    queue = np.repeat(np.arange(schedule.num_queues), np.diff(schedule.starts))
+    lane = queue * teams + (np.arange(len(queue)) - schedule.starts[queue]) % teams
+    counts = np.bincount(lane, minlength=schedule.num_queues * teams)
+    return np.argsort(lane, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
 
 
 def runs_of(schedule: Schedule, program: Program) -> Runs:
     """Every instruction must be of a task of the program, each task appearing once at most."""
     n = schedule.num_instructions
+    order, starts = _lanes(schedule)
     live = (schedule.waits[:, :, :1] != NONE) & (schedule.waits[:, :, 1:] > 0)  # a threshold of 0 or less is reached at once
     rows = np.ascontiguousarray(np.where(live, schedule.waits, NONE).reshape(n, -1))
     if rows.shape[1]:
@@ -53,6 +75,8 @@ def runs_of(schedule: Schedule, program: Program) -> Runs:
     waits = [[(c, k) for c, k in rows[i].reshape(-1, 2).tolist() if c != NONE] for i in at]
 
     # Hand-overs between siblings are counters of their own here, one for each taker.
+    position = np.empty(n, np.int64)
+    position[order] = np.arange(n)
     instruction = np.full(schedule.first_task[-1], NONE, np.int64)
     instruction[schedule.first_task[schedule.op] + schedule.task] = np.arange(n)
     posters, takers = [], []
@@ -60,42 +84,40 @@ def runs_of(schedule: Schedule, program: Program) -> Runs:
         mine, theirs = siblings(op)
         posters.append(instruction[mine + first])
         takers.append(instruction[theirs + first])
-    poster, taker = np.concatenate(posters), np.concatenate(takers)
+    poster, taker = position[np.concatenate(posters)], position[np.concatenate(takers)]
     who, number, count = np.unique(taker, return_inverse=True, return_counts=True)
-    handed_to = {int(i): (schedule.num_counters + j, int(k)) for j, (i, k) in enumerate(zip(who, count, strict=True))}
 
     cut = np.zeros(n, bool)
-    cut[1:] = wait_set[1:] != wait_set[:-1]
-    cut[schedule.starts[:-1][np.diff(schedule.starts) > 0]] = True
+    cut[1:] = wait_set[order[1:]] != wait_set[order[:-1]]
+    cut[starts[:-1][np.diff(starts) > 0]] = True
     cut[who] = True
     firsts = np.flatnonzero(cut)
     run = np.cumsum(cut) - 1
     signals: list[list[tuple[int, int]]] = [[] for _ in firsts]
-    has = schedule.signal >= 0
+    signal = schedule.signal[order]
+    has = signal >= 0
     pairs = np.concatenate([
-        np.stack([run[has], schedule.signal[has]], axis=1), np.stack([run[poster], number.reshape(-1) + schedule.num_counters], axis=1)
+        np.stack([run[has], signal[has]], axis=1), np.stack([run[poster], number.reshape(-1) + schedule.num_counters], axis=1)
     ])  # fmt: skip
     code, times = np.unique(pairs[:, 0] * (schedule.num_counters + len(who) + 1) + pairs[:, 1], return_counts=True)
-    for r, c, k in zip(*divmod(code, schedule.num_counters + len(who) + 1), times, strict=True):
-        signals[r].append((int(c), int(k)))
-    return Runs(
-        waits, wait_set, np.append(firsts, n), np.searchsorted(schedule.starts, firsts, side="right") - 1,
-        {int(run[i]): wait for i, wait in handed_to.items()}, signals,
-    )  # fmt: skip
+    for r, c, k in zip(*(a.tolist() for a in (*divmod(code, schedule.num_counters + len(who) + 1), times)), strict=True):
+        signals[r].append((c, k))
+    handed = {int(run[i]): (schedule.num_counters + j, int(k)) for j, (i, k) in enumerate(zip(who, count, strict=True))}
+    return Runs(order, starts, waits, wait_set, np.append(firsts, n), np.searchsorted(starts, firsts, side="right") - 1, handed, signals)
 
 
 def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Runs everything as far as it can, queues in order: (runs in the order in which they end, (run, counter, threshold) of those that wait
+    """Runs everything as far as it can, lanes in order: (runs in the order in which they end, (run, counter, threshold) of those that wait
     for ever). How far it gets does not depend on the order of execution."""
     values = [0] * (schedule.num_counters + len(runs.handed))
     waiting: dict[int, list[tuple[int, int]]] = {}  # counter -> heap of (threshold, run): a signal looks at those alone that it wakes
     blocked: dict[int, tuple[int, int]] = {}
     done: list[int] = []
-    ends = np.searchsorted(runs.queue, np.arange(schedule.num_queues), side="right").tolist()
-    queue, bounds = runs.queue.tolist(), runs.bounds.tolist()
+    lane = [*runs.lane.tolist(), NONE]
+    sets = runs.wait_set[runs.order[runs.bounds[:-1]]].tolist()
 
     def unmet(run: int) -> tuple[int, int] | None:
-        wanted = runs.waits[runs.wait_set[bounds[run]]]
+        wanted = runs.waits[sets[run]]
         if run in runs.handed:
             wanted = [*wanted, runs.handed[run]]
         return next(((c, k) for c, k in wanted if values[c] < k), None)
@@ -115,8 +137,8 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
                 woken.append(heapq.heappop(held)[1])
         return woken
 
-    # One taker alone must get through a shared queue, since the others may be late: its queue is then like an SM's own.
-    ready = list(dict.fromkeys(np.searchsorted(runs.queue, np.unique(runs.queue)).tolist()))
+    # One taker alone must get through a shared queue, since the others may be late; and where one does, so do any number.
+    ready = np.searchsorted(runs.lane, np.unique(runs.lane)).tolist()
     while ready:
         run = ready.pop()
         blocked.pop(run, None)
@@ -124,7 +146,7 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
             block(run, wait)
             continue
         ready += finish(run)
-        if run + 1 < ends[queue[run]]:
+        if lane[run + 1] == lane[run]:
             ready.append(run + 1)
     return done, [(run, *wait) for run, wait in blocked.items()]
 
@@ -134,15 +156,14 @@ def clock_bytes(schedule: Schedule, runs: Runs) -> int:
     if schedule.dynamic:
         width = len(np.unique(runs.wait_set * (schedule.num_counters + 1) + schedule.signal))
         return 4 * width * 2 * len(runs.waits)
-    width = schedule.num_queues * schedule.teams
-    return 4 * width * (len(runs.queue) * schedule.teams + len(runs.waits))
+    return 4 * (len(runs.starts) - 1) * (len(runs.lane) + len(runs.waits))
 
 
 def partial_steps(schedule: Schedule, runs: Runs) -> int:
     """Elements that one pass looks at for waits that are over before a counter's last signal."""
     totals = schedule.totals
     wanted = {(c, k) for waits in runs.waits for c, k in waits if k < totals[c]}
-    return int(sum(int(totals[c]) for c, _ in wanted)) * (len(runs.waits) if schedule.dynamic else schedule.num_queues * schedule.teams)
+    return int(sum(int(totals[c]) for c, _ in wanted)) * (len(runs.waits) if schedule.dynamic else len(runs.starts) - 1)
 
 
 class Clocks:
@@ -150,7 +171,7 @@ class Clocks:
 
     def __init__(self, schedule: Schedule, runs: Runs, done: list[int]):
         self.schedule, self.runs = schedule, runs
-        n, teams = schedule.num_instructions, schedule.teams
+        n, self.shared = schedule.num_instructions, schedule.dynamic
         if schedule.dynamic:
             # Nothing but counters orders what any number of SMs take: tasks that wait for and signal the same are alike, and the first
             # of them stands for each of them as the blocked one.
@@ -163,15 +184,13 @@ class Clocks:
             self.place = np.zeros(n, np.int64)
             width, rows = len(first), len(runs.waits)
         else:
-            queue = np.repeat(np.arange(schedule.num_queues), np.diff(schedule.starts))
-            at = np.arange(n) - schedule.starts[queue]
-            self.column, self.place = queue * teams + at % teams, at // teams
+            self.column, self.place = np.empty(n, np.int64), np.empty(n, np.int64)
+            self.column[runs.order] = np.repeat(np.arange(len(runs.starts) - 1), np.diff(runs.starts))
+            self.place[runs.order] = np.arange(n)
+            self.place -= runs.starts[self.column]
             self.need, self.marks = self.place + 1, np.ones(n, bool)
-            run = np.repeat(np.arange(len(runs.queue)), np.diff(runs.bounds))
-            self.row = run * teams + at % teams
-            self.own = np.repeat(runs.queue, teams) * teams + np.tile(np.arange(teams), len(runs.queue))
-            width, rows = schedule.num_queues * teams, len(runs.queue) * teams
-        self.lanes = 0 if schedule.dynamic else teams
+            self.row, self.own = runs.of_instruction, runs.lane
+            width, rows = len(runs.starts) - 1, len(runs.lane)
         self.clock = np.full((rows, width), NEVER, np.int32)
         self.by_waits = np.full((len(runs.waits), width), NEVER, np.int32)  # of an instruction's own waits alone
         self._signallers()
@@ -198,14 +217,10 @@ class Clocks:
         return np.partition(ends, threshold - 1, axis=0)[threshold - 1]
 
     def _solve(self, done: list[int]) -> None:
-        runs, lanes = self.runs, self.lanes
+        runs = self.runs
         partial = any(k < len(self.signallers[c]) for wanted in runs.waits for c, k in wanted)
-        sets, queue, bounds, starts = (
-            runs.wait_set[runs.bounds[:-1]].tolist(),
-            runs.queue.tolist(),
-            runs.bounds.tolist(),
-            self.schedule.starts,
-        )
+        sets, lane = runs.wait_set[runs.order[runs.bounds[:-1]]].tolist(), runs.lane.tolist()
+        before_run = (runs.bounds[:-1] - runs.starts[runs.lane]).tolist()  # instructions of its lane
         while True:
             before = self.clock.copy() if partial else None
             fresh: set[int] = set()
@@ -220,19 +235,17 @@ class Clocks:
                             known[wait] = self._guarantee(*wait)
                         np.maximum(row, known[wait], out=row)
                     self.by_waits[wanted] = row
-                    if not lanes:
+                    if self.shared:
                         self.clock[wanted] = row
-                behind, size = bounds[run] - int(starts[queue[run]]), bounds[run + 1] - bounds[run]
-                follows = run > 0 and queue[run - 1] == queue[run]
-                for lane in range(lanes):
-                    row = run * lanes + lane
-                    mine = self.clock[row]
-                    # A chain that has no instruction in this run has waited for nothing here.
-                    mine[:] = self.by_waits[wanted] if (lane - behind) % lanes < size else 0
-                    if follows:
-                        np.maximum(mine, self.clock[row - lanes], out=mine)
-                    # The instructions of this chain before the run's first.
-                    mine[self.own[row]] = max(mine[self.own[row]], (behind - lane + lanes - 1) // lanes)
+                if self.shared:
+                    continue
+                mine = self.clock[run]
+                if before_run[run]:
+                    np.maximum(self.by_waits[wanted], self.clock[run - 1], out=mine)
+                    if mine[lane[run]] < before_run[run]:
+                        mine[lane[run]] = before_run[run]
+                else:
+                    mine[:] = self.by_waits[wanted]
             if not partial or np.array_equal(before, self.clock):
                 return
 
@@ -251,7 +264,7 @@ class Clocks:
         code, first = np.unique((group * rows + row)[order], return_index=True)
         groups, which = np.divmod(code, rows)
         clocks = (self.by_waits if by_waits else self.clock)[which]
-        if not by_waits and self.lanes:
+        if not by_waits and not self.shared:
             own = self.own[which]
             place = np.minimum.reduceat(self.place[order], first)
             at = np.arange(len(which))

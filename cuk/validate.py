@@ -45,7 +45,7 @@ def validate(schedule: Schedule, program: Program, machine: Machine) -> Proof:
     depends on, on `machine` with one CTA an SM, all resident; raises Refused if not.
 
     Orders come from counters and from queues (of one team): a queue orders what consumers do, while what the ring brings of another
-    op's output (`Task.dependent_loads`) is ordered by its instruction's own waits alone. Siblings' hand-overs through scratch order
+    op's output (`Task.dependent_loads`), and what tasks of one op do to each other, is ordered by its instruction's own waits alone. Siblings' hand-overs through scratch order
     those words only. A shared queue is proved for any number of takers, each as early or late as it likes. Exact: what is refused has an
     execution that goes wrong, given the tiles' regions, but for what would take more than MAX_PROOF_BYTES or MAX_PROOF_STEPS to prove. Steps are a
     full edge apart. Raises ValueError for arguments that are not what they are called."""
@@ -58,7 +58,7 @@ def validate(schedule: Schedule, program: Program, machine: Machine) -> Proof:
     check_waits(schedule)
     runs = runs_of(schedule, program)
     done, stuck = execute(schedule, runs)
-    if len(done) < len(runs.queue):
+    if len(done) < len(runs.lane):
         raise deadlock(schedule, runs, done, stuck)
     check_size(schedule, runs)
     op_pairs, tile_pairs = check_order(schedule, program, Clocks(schedule, runs, done))
@@ -166,25 +166,25 @@ def check_size(schedule: Schedule, runs: Runs) -> None:
 
 
 def deadlock(schedule: Schedule, runs: Runs, done: list[int], stuck: list[tuple[int, int, int]]) -> Refused:
-    """The refusal that names a cycle: each of its instructions waits for a signal of an instruction that stands in the next one's queue, at it
-    or behind it."""
-    ended = np.zeros(len(runs.queue), bool)
+    """The refusal that names a cycle: each of its instructions waits for a signal of an instruction of the next one's lane (its queue, or its
+    team's part of it), at it or behind it."""
+    ended = np.zeros(len(runs.lane), bool)
     ended[done] = True
-    run_of = np.repeat(np.arange(len(runs.queue)), np.diff(runs.bounds))
+    run_of = runs.of_instruction
     signallers: dict[int, int] = {}
     for run in np.flatnonzero(~ended).tolist():
         for counter, _ in runs.signals[run]:
             signallers.setdefault(counter, run)
-    held = {int(runs.queue[run]): run for run, _, _ in stuck}
+    held = {int(runs.lane[run]): run for run, _, _ in stuck}
     wants = {run: (counter, threshold) for run, counter, threshold in stuck}
     path: list[int] = []
     run = stuck[0][0]
     while run not in path:
         path.append(run)
         blocker = signallers[wants[run][0]]
-        run = held[int(runs.queue[blocker])]
+        run = held[int(runs.lane[blocker])]
     cycle = path[path.index(run) :]
-    firsts = [int(runs.bounds[r]) for r in cycle]
+    firsts = [int(runs.order[runs.bounds[r]]) for r in cycle]
     names = []
     for r, i in zip(cycle, firsts, strict=True):
         counter, threshold = wants[r]
@@ -224,7 +224,8 @@ def check_order(schedule: Schedule, program: Program, clocks: Clocks) -> tuple[i
                 continue
             first = instruction[schedule.first_task[index] + lower]
             second = instruction[schedule.first_task[index] + higher]
-            fine = clocks.after(second, clocks.column[first], clocks.need[first], _by_waits(program, index, conflict))
+            # By waits alone: a team goes from one task of an op to the next without a barrier.
+            fine = clocks.after(second, clocks.column[first], clocks.need[first], by_waits=True)
             if not fine.all():
                 i = int(np.argmin(fine))
                 raise _race(schedule, conflict, int(first[i]), int(second[i]))

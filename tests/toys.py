@@ -1,12 +1,8 @@
-"""Small random programs of made-up tasks, and a checker of schedules that walks through every interleaving of them.
-
-The checker shares no code with cuk.validate and what that is built on: it turns regions into sets of elements, and searches states."""
+"""Small random programs of made-up tasks, and changes to their schedules. tests/host/executions.py says which of them compute the program."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -155,9 +151,8 @@ def aliased(program: Program, buffer: str, other: str) -> Program:
     return made
 
 
-# ---- the exhaustive checker ----
-def elements(program: Program) -> dict[tuple[int, int], tuple[set, set, set]]:
-    """For each (op, task): what it reads, what it writes, and what of that it reads of scratch; sets of (buffer, element)."""
+def elements(program: Program) -> dict[tuple[int, int], tuple[set, set]]:
+    """For each (op, task): what it reads and what it writes; sets of (buffer, element)."""
     numbered = {name: np.arange(int(np.prod(b.shape))).reshape(b.shape) for name, b in program.buffers.items()}
     found = {}
     for i, op in enumerate(program.ops):
@@ -168,116 +163,10 @@ def elements(program: Program) -> dict[tuple[int, int], tuple[set, set, set]]:
                 for region in regions:
                     view = op.views[region.operand]
                     part = view.of(numbered)[tuple(slice(low, high) for low, high in region.box)]
-                    cells |= {(view.buffer.name, int(e), region.operand) for e in part.ravel()}
+                    cells |= {(view.buffer.name, int(e)) for e in part.ravel()}
                 sets.append(cells)
-            loaded = {(b, e) for b, e, operand in sets[0] if operand in op.task.dependent_loads}
-            scratch = {(b, e) for b, e, operand in sets[0] if op.task.operands[operand].role == "scratch"}
-            found[i, t] = ({(b, e) for b, e, _ in sets[0]}, {(b, e) for b, e, _ in sets[1]}, loaded, scratch)
+            found[i, t] = tuple(sets)
     return found
-
-
-def find_fault(schedule: Schedule, program: Program) -> str | None:
-    """What can go wrong in some execution of the schedule, or None."""
-    queues = [schedule.queue(q) for q in range(schedule.num_queues)]
-    wanted = Counter((i, t) for i, op in enumerate(program.ops) for t in range(op.task.num_tasks))
-    if Counter((ins.op, ins.task) for queue in queues for ins in queue) != wanted:
-        return "not each task once"
-    cells = elements(program)
-    names = sorted(cells)
-    handed: dict[tuple[int, int], list[tuple[int, int]]] = {}  # who waits by itself for whom
-    before: list[tuple[tuple[int, int], tuple[int, int], bool]] = []  # (X, Y, Y loads it)
-    for x, y in itertools.combinations(names, 2):
-        read_x, write_x, _, _ = cells[x]
-        read_y, write_y, loaded_y, scratch_y = cells[y]
-        raw = write_x & read_y
-        if x[0] == y[0]:
-            if write_x & scratch_y:
-                handed.setdefault(y, []).append(x)
-            raw -= scratch_y
-        if raw or read_x & write_y or write_x & write_y:
-            before.append((x, y, False))
-        if raw & loaded_y:
-            before.append((x, y, True))
-
-    by_name = {(ins.op, ins.task): ins for queue in queues for ins in queue}
-    teams = schedule.teams
-    # Hand-overs can stop an execution, but carry no other memory with them: races are looked for as if nobody waited for them.
-    if schedule.dynamic:
-        return walk_shared(queues[0], 1, by_name, handed, []) or walk_shared(queues[0], len(queues[0]), by_name, {}, before)
-    if fault := walk(queues, by_name, handed, []):
-        return fault
-    return walk([queue[team::teams] for queue in queues for team in range(teams)], by_name, {}, before)
-
-
-def faulty(started: frozenset, ended: frozenset, values: Counter, by_name: dict, before: list) -> str | None:
-    """Whether a task has started, or loads, before one that it must follow has ended."""
-    for x, y, loads in before:
-        if x in ended:
-            continue
-        if y in started or (loads and all(values[c] >= k for c, k in by_name[y].waits)):
-            return f"{y} {'loads' if loads else 'starts'} before {x} has ended"
-    return None
-
-
-def walk(lanes: list, by_name: dict, handed: dict, before: list) -> str | None:
-    """Every interleaving of starts and ends, each lane in order. A taker ends once its siblings have started: they post on the way."""
-    first = (0,) * len(lanes)
-    seen, todo = {first}, [first]
-    while todo:
-        state = todo.pop()  # 2 * instructions ended + 1 while one runs
-        started = frozenset((ins.op, ins.task) for lane, at in zip(lanes, state, strict=True) for ins in lane[: (at + 1) // 2])
-        done = [ins for lane, at in zip(lanes, state, strict=True) for ins in lane[: at // 2]]
-        values = Counter(ins.signal for ins in done if ins.signal is not None)
-        if fault := faulty(started, frozenset((ins.op, ins.task) for ins in done), values, by_name, before):
-            return fault
-        moves = 0
-        for i, (lane, at) in enumerate(zip(lanes, state, strict=True)):
-            if at == 2 * len(lane):
-                continue
-            ins = lane[at // 2]
-            if at % 2:
-                able = all(poster in started for poster in handed.get((ins.op, ins.task), ()))
-            else:
-                able = all(values[c] >= k for c, k in ins.waits)
-            if able:
-                moves += 1
-                after = (*state[:i], at + 1, *state[i + 1 :])
-                if after not in seen:
-                    seen.add(after)
-                    todo.append(after)
-        if not moves and any(at < 2 * len(lane) for lane, at in zip(lanes, state, strict=True)):
-            return f"deadlock at {state}"
-    return None
-
-
-def walk_shared(queue: list, workers: int, by_name: dict, handed: dict, before: list) -> str | None:
-    """The same where so many workers take instructions from one queue: a state is how many are taken, which of those wait and which run."""
-    names = [(ins.op, ins.task) for ins in queue]
-    first = (0, frozenset(), frozenset())
-    seen, todo = {first}, [first]
-    while todo:
-        taken, waiting, running = todo.pop()
-        ended = [i for i in range(taken) if i not in waiting and i not in running]
-        started = frozenset(names[i] for i in range(taken) if i not in waiting)
-        values = Counter(queue[i].signal for i in ended if queue[i].signal is not None)
-        if fault := faulty(started, frozenset(names[i] for i in ended), values, by_name, before):
-            return fault
-        after = []
-        if taken < len(queue) and len(waiting) + len(running) < workers:
-            after.append((taken + 1, waiting | {taken}, running))
-        for i in waiting:
-            if all(values[c] >= k for c, k in queue[i].waits):
-                after.append((taken, waiting - {i}, running | {i}))
-        for i in running:
-            if all(poster in started for poster in handed.get(names[i], ())):
-                after.append((taken, waiting, running - {i}))
-        if not after and len(ended) < len(queue):
-            return f"deadlock with {sorted(waiting | running)} held"
-        for state in after:
-            if state not in seen:
-                seen.add(state)
-                todo.append(state)
-    return None
 
 
 # ---- mutations ----
