@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cuk.bench import measure_floor
+from cuk.bench import UNSAFE, is_unsafe, measure_floor, setting_text
 from cuk.compare import RUNS, compare, has_gpu, size_up
 from cuk.counters import DEPS, SIGNALS
 from cuk.decode import Decoder, Request, request
@@ -30,6 +30,7 @@ from cuk.runs import CheckFailed, build
 from cuk.schedule import Schedule
 from cuk.schedule_file import short
 from cuk.schedulers import SCHEDULERS
+from cuk.switches import add_options, given_switches, refuse_values, switches_of
 from cuk.text import Spelled, Speller, stop_tokens
 from cuk.validate import Refused, validate
 
@@ -41,11 +42,13 @@ EXAMPLES = {
   cuk compare llama-3.2-1b --context 16384 --runs graph,pdl
   cuk compare llama-3.2-1b --context 64,512,4096,16384
   cuk compare llama-3.1-8b --batch 4 --rivals torch_graph,torch_compile
+  cuk compare llama-3.2-1b --runs graph,pdl,persistent --scheduler balanced --deps tile --teams 2
   cuk compare chain --json""",
     "decode": """examples:
   cuk decode --model ~/models/Llama-3.2-1B --prompt "The capital of France is" --tokens 32
   cuk decode --model ~/models/Qwen3-0.6B --prompt "Once upon" --prompt "In the year" --temperature 0.8 --top-p 0.95 --seed 7
   cuk decode --model llama-3.2-1b --ids 1,2,3 --tokens 128 --run graph --json
+  cuk decode --model llama-3.2-1b --ids 1,2,3 --run persistent --scheduler critical_path
   cuk decode --model ./tiny --ids 1 --tokens 8 --run reference""",
     "fidelity": """examples:
   cuk fidelity --model ~/models/Llama-3.2-1B
@@ -88,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help=f"comma-separated, of {', '.join(RIVALS)}; or none (default: cublas, and torch_graph where torch is installed)",
     )
+    add_options(c)
     c.add_argument("--repeats", type=int, default=20, help="rounds of interleaved timing (default 20)")
     c.add_argument("--seed", type=int, default=0, help="of the random weights and of the order (default 0)")
     c.add_argument("--device", type=int, help="CUDA device (default: the current one)")
@@ -98,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     d.add_argument("--ids", action="append", default=[], metavar="N,N…", help="the same as tokens, for which no tokenizer is needed")
     d.add_argument("--tokens", type=int, default=128, help="tokens to decode after each prompt (default 128)")
     d.add_argument("--run", default="pdl", help=f"one of {', '.join(KNOWN_RUNS)} (default pdl); reference needs no GPU")
+    add_options(d)
     d.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     d.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that have this share (default 1: all)")
     d.add_argument("--seed", type=int, default=0, help="of the draws, and of random weights (default 0)")
@@ -191,9 +196,12 @@ def run_compare(given: argparse.Namespace) -> int:
     rivals = None if given.rivals == "auto" else _names("" if given.rivals == "none" else given.rivals, RIVALS, "rival")
     if not runs:
         raise ValueError(f"--runs {given.runs!r} names no run: give some of {', '.join(RUNS)}")
+    switches = given_switches(given)
+    chosen = switches_of(runs, switches)
     if given.repeats < 1:
         raise ValueError(f"--repeats {given.repeats}: must be at least 1")
     if not has_gpu():
+        refuse_values(program, chosen)
         sizes = size_up(program, given.machine)
         if given.json:
             print(json.dumps(sizes.to_json(), indent=1))
@@ -204,7 +212,8 @@ def run_compare(given: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     with console.status("starting") as status:
-        table = compare(program, runs, rivals=rivals, repeats=given.repeats, seed=given.seed, device=given.device, progress=status.update)
+        table = compare(program, runs, switches=switches, rivals=rivals, repeats=given.repeats, seed=given.seed, device=given.device,
+                        progress=status.update)  # fmt: skip
     if given.json:
         print(json.dumps(table.record(), indent=1))
     else:
@@ -224,6 +233,7 @@ def run_decode(given: argparse.Namespace) -> int:
         raise ValueError(f"unknown run {given.run!r}: known ones are {', '.join(KNOWN_RUNS)}")
     if not given.prompt and not given.ids:
         raise ValueError("nothing to go on with: give --prompt TEXT, or --ids N,N,…")
+    switches = switches_of([given.run], given_switches(given))[given.run]
     named = given.model in MODELS
     if not named and not Path(given.model).is_dir():
         raise FileNotFoundError(f"--model {given.model}: no such directory, nor one of {', '.join(MODELS)}")
@@ -250,7 +260,7 @@ def run_decode(given: argparse.Namespace) -> int:
         step = llama(given.model, **sizes) if named else llama.from_pretrained(given.model, **sizes, progress=tell)
         program = decoding(step, sampled=given.temperature > 0)
         asked = request(program, prompts, given.tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed, stop=stop)
-        how = {"precision": "storage"} if given.run == "reference" else {"device": given.device}
+        how = {"precision": "storage"} if given.run == "reference" else {"device": given.device, **switches}
         decoder = Decoder(build(program, given.run, seed=given.seed, **how))
         status.update("warming up")
         decoder.start(asked)
@@ -258,12 +268,14 @@ def run_decode(given: argparse.Namespace) -> int:
         decoder.run.synchronize()
     with _on_device(given):
         decoded, seconds = _stream(decoder, asked, given, speller)
-        found = {"model": given.model, "run": given.run, "prompts": prompts, "tokens": decoded,
+        found = {"model": given.model, "run": given.run, "switches": switches, **({"unsafe": UNSAFE} if is_unsafe(switches) else {}),
+                 "prompts": prompts, "tokens": decoded,
                  "text": [speller.text(tokens) for tokens in decoded] if speller else None, **_speed(decoder, asked, decoded, seconds)}  # fmt: skip
     if given.json:
         print(json.dumps(found, indent=1))
         return 0
-    line = f"{found['tokens_per_s']:.1f} tokens/s: {sum(map(len, decoded))} tokens, {found['steps']} steps of {found['step_us']:.0f} us"
+    how_run = " ".join([given.run, *(setting_text(name, value) for name, value in switches.items())])
+    line = f"{how_run}: {found['tokens_per_s']:.1f} tokens/s: {sum(map(len, decoded))} tokens, {found['steps']} steps of {found['step_us']:.0f} us"
     floor = (
         f", {found['ratio_to_floor']:.3f} x the floor of {found['floor_us']:.0f} us" if found["floor_us"] else "; no floor without a GPU"
     )

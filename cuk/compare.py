@@ -17,9 +17,11 @@ from cuk.program import Program
 from cuk.programs import chain, llama
 from cuk.rivals import EXPECTED_US, MAX_LOGIT_ERROR, RIVALS
 from cuk.runs import RUNS as KNOWN_RUNS
-from cuk.runs import build, check
+from cuk.runs import CheckFailed, build, check
+from cuk.runs.check import check_bitwise, restore, states
 from cuk.runs.memory import numpy_buffers, to_numpy
 from cuk.runs.reference import execute
+from cuk.switches import refuse_values, switches_of
 
 RUNS = ("stream", "graph", "pdl")
 
@@ -36,7 +38,8 @@ def likely_rivals(program: Program) -> tuple[str, ...]:
 
 
 def compare(
-    program: Program, runs: Sequence[str] = RUNS, *, variants: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+    program: Program, runs: Sequence[str] = RUNS, *, switches: Mapping[str, Any] | None = None,
+    variants: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
     rivals: Sequence[str] | None = None, study: str = "compare", floor: Floor | None = None, repeats: int = 20, seed: int = 0,
     device: int | None = None, machine: str = "h200", progress: Callable[[str], None] = lambda message: None,
     on_runs: Callable[[Table], object] | None = None,
@@ -44,37 +47,44 @@ def compare(
     """A bench.Table of the program's runs on a GPU (`device`, by default the current one); without a GPU its Sizes on the stored `machine`,
     in which nothing is measured.
 
-    runs: names of cuk.runs.RUNS. variants: further rows, name -> (run, switches). rivals: names of cuk.rivals.RIVALS, by default the likely
+    runs: names of cuk.runs.RUNS. switches: for each of these runs that has them, such as {"deps": "tile", "teams": 3}. variants: further rows, name -> (run, switches). rivals: names of cuk.rivals.RIVALS, by default the likely
     ones; one that fails becomes a row that says why, not an error. on_runs: called with the table of the runs alone before any rival is set
     up, since one that faults on the GPU takes the process with it. Every run is checked first: `stream` op by op against the NumPy
-    reference at full size, the others bit by bit against it. Raises ValueError for unknown runs and rivals, CheckFailed."""
+    reference at full size, the others bit by bit against it; one that is not correct by claim (ordering="relaxed") is timed whatever its check says, and its
+    row says that. Raises ValueError for unknown runs, switches and rivals, CheckFailed."""
     rivals = likely_rivals(program) if rivals is None else rivals
     for what, names, known in (("run", runs, [r for r in KNOWN_RUNS if r != "reference"]), ("rival", rivals, RIVALS)):
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"unknown {what} {', '.join(unknown)}: known ones are {', '.join(known)}")
+    chosen = switches_of(runs, switches or {})
     if not has_gpu():
+        refuse_values(program, chosen)
         return size_up(program, machine)
     import cupy
 
     with cupy.cuda.Device(device) if device is not None else contextlib.nullcontext():
-        return _timed(program, runs, variants or {}, rivals, study, floor, repeats, seed, progress, on_runs)
+        return _timed(program, chosen, variants or {}, rivals, study, floor, repeats, seed, progress, on_runs)
 
 
 def _timed(
-    program: Program, runs: Sequence[str], variants: Mapping[str, tuple[str, Mapping[str, Any]]], rivals: Sequence[str], study: str,
+    program: Program, runs: Mapping[str, Mapping[str, Any]], variants: Mapping[str, tuple[str, Mapping[str, Any]]], rivals: Sequence[str], study: str,
     floor: Floor | None, repeats: int, seed: int, progress: Callable[[str], None], on_runs: Callable[[Table], object] | None,
 ) -> Table:  # fmt: skip
     progress("building")
-    built = {"stream": build(program, "stream", seed=seed)}
+    built = {"stream": build(program, "stream", seed=seed, **runs.get("stream", {}))}
     shared = built["stream"].buffers
-    for name in runs:
+    for name, switches in runs.items():
         if name != "stream":
-            built[name] = build(program, name, buffers=shared)
+            built[name] = build(program, name, buffers=shared, **switches)
     for name, (run, switches) in variants.items():
         built[name] = build(program, run, buffers=shared, **switches)
     progress("checking against the reference")
-    check(built, progress=lambda op: progress(f"checking {op.name}"))
+    claimed = {name: run for name, run in built.items() if run.correct_by_claim}
+    check(claimed, progress=lambda op: progress(f"checking {op.name}"))
+    for name, run in built.items():
+        if name not in claimed:
+            run.checked = _check_of_unsafe(run, built["stream"])
     timed: dict[str, Any] = {name: run for name, run in built.items() if name in runs or name in variants}
     notes: dict[str, str] = {}
     if floor is None:
@@ -87,7 +97,8 @@ def _timed(
     )
 
     def measure() -> Table:
-        table = Table(study, "graph" if "graph" in timed else next(iter(timed)))
+        asked = {name for switches in runs.values() for name in switches}
+        table = Table(study, "graph" if "graph" in timed else next(iter(timed)), shown=asked)
         inner = max(1, min(50, int(2e4 / floor.us(program.min_bytes))))
         done, total = iter(range(1, repeats * len(timed) + 1)), repeats * len(timed)
         measurement = interleave(
@@ -114,6 +125,18 @@ def _timed(
     for name, why in failed.items():
         table.add_failed(name, f"could not be set up: {why}", program=program, floor=floor, **settings)
     return table
+
+
+def _check_of_unsafe(run: Any, stream: Any) -> str:
+    """What the check of a run said that is not correct by claim."""
+    before = [(one, states(one)) for one in (run, stream)]
+    try:
+        check_bitwise(run, stream)
+    except CheckFailed as error:
+        for one, saved in before:
+            restore(one, saved)
+        return f"FAILED: {error}"
+    return f"bitwise:{stream.name}, this once"
 
 
 def _checked_rival(name: str, program: Program, buffers: Mapping[str, Any], notes: dict[str, str]) -> Any:

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,9 @@ def results_dir() -> Path:
 class Table:
     """Rows of a study. Printed with rich, as text or HTML in IPython; saved as a record that keeps rows of other settings."""
 
-    def __init__(self, study: str, baseline: str = "graph", settings: Mapping[str, Any] | None = None):
-        self.study, self.baseline, self.settings = study, baseline, dict(settings or {})
+    def __init__(self, study: str, baseline: str = "graph", settings: Mapping[str, Any] | None = None, shown: Iterable[str] = ()):
+        """shown: settings of rows that are printed though they are not by themselves (such as teams)."""
+        self.study, self.baseline, self.settings, self.shown = study, baseline, dict(settings or {}), frozenset(shown)
         self.rows: list[dict[str, Any]] = []
         self.floors: list[Floor] = []
 
@@ -201,8 +202,9 @@ class Table:
                 reasons.append(f"over 1.1 times the {limit:.0f} us that this rival takes elsewhere: not set up as its users would")
             why = "; ".join(reason for reason in reasons if reason) or None
             resources = getattr(run, "resources", {})
+            used = {**settings, **getattr(run, "settings", {})}
             self.rows.append({
-                "program": program.name, "run": name, "settings": {**settings, **getattr(run, "settings", {})},
+                "program": program.name, "run": name, "settings": used, **({"unsafe": UNSAFE} if is_unsafe(used) else {}),
                 "median_us": median, "iqr_us": measurement.iqr(name), "floor_us": floor_us, "ratio_to_floor": median / floor_us,
                 "baseline": measurement.baseline, "ratio_to_baseline": [ratio, low, high], "checked": getattr(run, "checked", None),
                 "registers": {kind: r.registers for kind, r in resources.items()},
@@ -233,6 +235,9 @@ class Table:
             "invalid": "; ".join(f.why_invalid for f in self._floors() if f.why_invalid) or None,
             "rows": self.rows,
         }  # fmt: skip
+
+    def _settings(self, row: Mapping[str, Any]) -> str:
+        return _settings(row["settings"], self.shown)
 
     def _floors(self) -> list[Floor]:
         return list({id(floor): floor for floor in self.floors}.values())
@@ -278,21 +283,22 @@ class Table:
 
     def _cells(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         if row["median_us"] is None:
-            return row["program"], row["run"], _settings(row["settings"]), "-", "-", "-", "-", "not timed"
+            return row["program"], row["run"], self._settings(row), "-", "-", "-", "-", "not timed"
         ratio, low, high = row["ratio_to_baseline"]
-        return (row["program"], row["run"], _settings(row["settings"]), f"{row['median_us']:.1f}", f"{row['iqr_us']:.1f}",
+        return (row["program"], row["run"], self._settings(row), f"{row['median_us']:.1f}", f"{row['iqr_us']:.1f}",
                 f"{row['ratio_to_floor']:.3f}", f"{ratio:.3f} [{low:.3f}, {high:.3f}]", row["checked"] or "no")  # fmt: skip
 
-    def _floor_lines(self) -> list[str]:
-        return [f"floor: bytes that must move over {f.read_bytes_per_s / 1e12:.3f} TB/s read ({f.best})"
-                + ("" if f.valid else f"; INVALID: {f.why_invalid}") for f in self._floors()]  # fmt: skip
+    def _lines_below(self) -> list[str]:
+        floors = [f"floor: bytes that must move over {f.read_bytes_per_s / 1e12:.3f} TB/s read ({f.best})"
+                  + ("" if f.valid else f"; INVALID: {f.why_invalid}") for f in self._floors()]  # fmt: skip
+        return [*floors, *dict.fromkeys(row["unsafe"] for row in self.rows if row.get("unsafe"))]
 
     def print(self) -> None:
         from rich.console import Console
 
         console = Console()
         console.print(self)
-        for line in self._floor_lines():
+        for line in self._lines_below():
             console.print(line, markup=False)
 
     def _repr_html_(self) -> str:
@@ -305,7 +311,7 @@ class Table:
         for row in self.rows:
             *cells, checked = self._cells(row)
             rows.append(line((*cells, checked + (f"; invalid: {row['invalid']}" if row["invalid"] else "")), "td"))
-        below = "".join(f"<div>{html.escape(text)}</div>" for text in self._floor_lines())
+        below = "".join(f"<div>{html.escape(text)}</div>" for text in self._lines_below())
         return f"<table><caption>{html.escape(self.study)}</caption>{line(self._titles(), 'th')}{''.join(rows)}</table>{below}"
 
     def print_and_save(self) -> None:
@@ -319,7 +325,7 @@ class Table:
                 lines.append(f"  {row['program']:14s} {row['run']:16s} not timed: {row['invalid']}")
                 continue
             lines.append(
-                f"  {row['program']:14s} {row['run']:16s} {row['median_us']:9.1f} us  {row['ratio_to_floor']:6.3f} x floor  {_settings(row['settings'])}"
+                f"  {row['program']:14s} {row['run']:16s} {row['median_us']:9.1f} us  {row['ratio_to_floor']:6.3f} x floor  {self._settings(row)}"
                 + (f"  INVALID: {row['invalid']}" if row["invalid"] else "")
             )
         return "\n".join(lines)
@@ -335,6 +341,20 @@ def row_key(row: Mapping[str, Any]) -> tuple:
     )
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
-    shown = {k: v for k, v in settings.items() if v is not None and k not in ("teams", "ctas_per_sm", "stages", "trigger", "prefetch")}
-    return ", ".join(f"{k}={v}" for k, v in shown.items())
+def is_unsafe(settings: Mapping[str, Any]) -> bool:
+    """Whether a run of these settings leaves out what makes it correct."""
+    return settings.get("ordering") == "relaxed"
+
+
+UNSAFE = "UNSAFE: ordering=relaxed does not order memory, so results may be wrong at any time; for studies only"
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A setting as every table and line shows it: "deps=tile"."""
+    return f"{name}={value}" + (" (UNSAFE)" if is_unsafe({name: value}) else "")
+
+
+def _settings(settings: Mapping[str, Any], asked: Collection[str] = ()) -> str:
+    hidden = {"teams", "ctas_per_sm", "stages", "trigger", "prefetch"} - set(asked)
+    shown = {k: v for k, v in settings.items() if v is not None and k not in hidden}
+    return ", ".join(setting_text(k, v) for k, v in shown.items())

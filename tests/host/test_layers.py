@@ -32,7 +32,7 @@ ORDER = [
         "clocks",
     ),
     *("validate", "simulate", "schedulers"),
-    *("nvrtc", "compile", "launch", "runs", "decode", "record", "bench", "fidelity", "rivals", "compare", "doctor", "cli"),
+    *("nvrtc", "compile", "launch", "runs", "switches", "decode", "record", "bench", "fidelity", "rivals", "compare", "doctor", "cli"),
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 OPTIONAL = ("cupy", "cuda", "nvidia", "torch", "transformers", "matplotlib", "IPython", "tokenizers")
