@@ -2,7 +2,7 @@
 
 A task Y comes after a task X in every execution if and only if Y cannot start when X never ends and everything else runs as far as it
 can. Counters only rise and queues only advance, so that farthest point does not depend on the order of execution. Blocking each task in turn
-takes a search a task. Here all searches run at once: tasks of one queue (of one team of it: a lane) form a chain, and blocking one blocks the
+takes a search a task. Here all searches run at once: what one team runs of a queue forms a chain, and blocking one of its tasks blocks the
 rest, so what is ordered before Y is a prefix of each chain, and a row of prefix lengths, Y's clock, holds the outcome of every search:
 
   clock(Y)     = max over Y's waits of guarantee(counter, threshold), and over the instruction before Y in its chain
@@ -28,8 +28,8 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A schedule cut into runs: instructions of one lane in a row that wait for the same. A lane is what one team of an SM runs, in order; a
-    shared queue is one lane. Lane l holds the instructions order[starts[l]] … order[starts[l + 1] - 1], run r, of lane[r], those of
+    """A schedule cut into runs: instructions of one chain in a row that wait for the same. A chain is what one team of an SM runs, in order; a
+    shared queue is one. Chain i holds the instructions order[starts[i]] … order[starts[i + 1] - 1], run r, of chain[r], those of
     order[bounds[r]] … order[bounds[r + 1] - 1].
 
     waits[i]: the (counter, threshold) of wait set i; `wait_set` [n] of each instruction; `handed`: for the run's first instruction,
@@ -40,7 +40,7 @@ class Runs:
     waits: list[list[tuple[int, int]]]
     wait_set: np.ndarray
     bounds: np.ndarray
-    lane: np.ndarray
+    chain: np.ndarray
     handed: dict[int, tuple[int, int]]
     signals: list[list[tuple[int, int]]]
 
@@ -48,23 +48,23 @@ class Runs:
     def of_instruction(self) -> np.ndarray:
         """The run of each instruction."""
         run = np.empty(len(self.order), np.int64)
-        run[self.order] = np.repeat(np.arange(len(self.lane)), np.diff(self.bounds))
+        run[self.order] = np.repeat(np.arange(len(self.chain)), np.diff(self.bounds))
         return run
 
 
-def _lanes(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """(the instructions, lane after lane; where each lane starts)."""
+def _chains(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """(the instructions, chain after chain; where each chain starts)."""
     teams = 1 if schedule.dynamic else schedule.teams
     queue = np.repeat(np.arange(schedule.num_queues), np.diff(schedule.starts))
-    lane = queue * teams + (np.arange(len(queue)) - schedule.starts[queue]) % teams
-    counts = np.bincount(lane, minlength=schedule.num_queues * teams)
-    return np.argsort(lane, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
+    chain = queue * teams + (np.arange(len(queue)) - schedule.starts[queue]) % teams
+    counts = np.bincount(chain, minlength=schedule.num_queues * teams)
+    return np.argsort(chain, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
 
 
 def runs_of(schedule: Schedule, program: Program) -> Runs:
     """Every instruction must be of a task of the program, each task appearing once at most."""
     n = schedule.num_instructions
-    order, starts = _lanes(schedule)
+    order, starts = _chains(schedule)
     live = (schedule.waits[:, :, :1] != NONE) & (schedule.waits[:, :, 1:] > 0)  # a threshold of 0 or less is reached at once
     rows = np.ascontiguousarray(np.where(live, schedule.waits, NONE).reshape(n, -1))
     if rows.shape[1]:
@@ -107,13 +107,13 @@ def runs_of(schedule: Schedule, program: Program) -> Runs:
 
 
 def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Runs everything as far as it can, lanes in order: (runs in the order in which they end, (run, counter, threshold) of those that wait
+    """Runs everything as far as it can, chains in order: (runs in the order in which they end, (run, counter, threshold) of those that wait
     for ever). How far it gets does not depend on the order of execution."""
     values = [0] * (schedule.num_counters + len(runs.handed))
     waiting: dict[int, list[tuple[int, int]]] = {}  # counter -> heap of (threshold, run): a signal looks at those alone that it wakes
     blocked: dict[int, tuple[int, int]] = {}
     done: list[int] = []
-    lane = [*runs.lane.tolist(), NONE]
+    chain = [*runs.chain.tolist(), NONE]
     sets = runs.wait_set[runs.order[runs.bounds[:-1]]].tolist()
 
     def unmet(run: int) -> tuple[int, int] | None:
@@ -138,7 +138,7 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
         return woken
 
     # One taker alone must get through a shared queue, since the others may be late; and where one does, so do any number.
-    ready = np.searchsorted(runs.lane, np.unique(runs.lane)).tolist()
+    ready = np.searchsorted(runs.chain, np.unique(runs.chain)).tolist()
     while ready:
         run = ready.pop()
         blocked.pop(run, None)
@@ -146,7 +146,7 @@ def execute(schedule: Schedule, runs: Runs) -> tuple[list[int], list[tuple[int, 
             block(run, wait)
             continue
         ready += finish(run)
-        if lane[run + 1] == lane[run]:
+        if chain[run + 1] == chain[run]:
             ready.append(run + 1)
     return done, [(run, *wait) for run, wait in blocked.items()]
 
@@ -156,7 +156,7 @@ def clock_bytes(schedule: Schedule, runs: Runs) -> int:
     if schedule.dynamic:
         width = len(np.unique(runs.wait_set * (schedule.num_counters + 1) + schedule.signal))
         return 4 * width * 2 * len(runs.waits)
-    return 4 * (len(runs.starts) - 1) * (len(runs.lane) + len(runs.waits))
+    return 4 * (len(runs.starts) - 1) * (len(runs.chain) + len(runs.waits))
 
 
 def partial_steps(schedule: Schedule, runs: Runs) -> int:
@@ -189,8 +189,8 @@ class Clocks:
             self.place[runs.order] = np.arange(n)
             self.place -= runs.starts[self.column]
             self.need, self.marks = self.place + 1, np.ones(n, bool)
-            self.row, self.own = runs.of_instruction, runs.lane
-            width, rows = len(runs.starts) - 1, len(runs.lane)
+            self.row, self.own = runs.of_instruction, runs.chain
+            width, rows = len(runs.starts) - 1, len(runs.chain)
         self.clock = np.full((rows, width), NEVER, np.int32)
         self.by_waits = np.full((len(runs.waits), width), NEVER, np.int32)  # of an instruction's own waits alone
         self._signallers()
@@ -219,8 +219,8 @@ class Clocks:
     def _solve(self, done: list[int]) -> None:
         runs = self.runs
         partial = any(k < len(self.signallers[c]) for wanted in runs.waits for c, k in wanted)
-        sets, lane = runs.wait_set[runs.order[runs.bounds[:-1]]].tolist(), runs.lane.tolist()
-        before_run = (runs.bounds[:-1] - runs.starts[runs.lane]).tolist()  # instructions of its lane
+        sets, chain = runs.wait_set[runs.order[runs.bounds[:-1]]].tolist(), runs.chain.tolist()
+        before_run = (runs.bounds[:-1] - runs.starts[runs.chain]).tolist()  # instructions of its chain
         while True:
             before = self.clock.copy() if partial else None
             fresh: set[int] = set()
@@ -242,8 +242,8 @@ class Clocks:
                 mine = self.clock[run]
                 if before_run[run]:
                     np.maximum(self.by_waits[wanted], self.clock[run - 1], out=mine)
-                    if mine[lane[run]] < before_run[run]:
-                        mine[lane[run]] = before_run[run]
+                    if mine[chain[run]] < before_run[run]:
+                        mine[chain[run]] = before_run[run]
                 else:
                     mine[:] = self.by_waits[wanted]
             if not partial or np.array_equal(before, self.clock):

@@ -44,7 +44,7 @@ def validate(schedule: Schedule, program: Program, machine: Machine) -> Proof:
     """Proves that `schedule` runs each task of `program` once, ends, and orders every read, overwrite and reuse of memory after what it
     depends on, on `machine` with one CTA an SM, all resident; raises Refused if not.
 
-    Orders come from counters and from queues (of one team): a queue orders what consumers do, while what the ring brings of another
+    Orders come from counters and from queues (what one team runs of them): a queue orders what consumers do, while what the ring brings of another
     op's output (`Task.dependent_loads`), and what tasks of one op do to each other, is ordered by its instruction's own waits alone. Siblings' hand-overs through scratch order
     those words only. A shared queue is proved for any number of takers, each as early or late as it likes. Exact: what is refused has an
     execution that goes wrong, given the tiles' regions, but for what would take more than MAX_PROOF_BYTES or MAX_PROOF_STEPS to prove. Steps are a
@@ -58,7 +58,7 @@ def validate(schedule: Schedule, program: Program, machine: Machine) -> Proof:
     check_waits(schedule)
     runs = runs_of(schedule, program)
     done, stuck = execute(schedule, runs)
-    if len(done) < len(runs.lane):
+    if len(done) < len(runs.chain):
         raise deadlock(schedule, runs, done, stuck)
     check_size(schedule, runs)
     op_pairs, tile_pairs = check_order(schedule, program, Clocks(schedule, runs, done))
@@ -166,23 +166,23 @@ def check_size(schedule: Schedule, runs: Runs) -> None:
 
 
 def deadlock(schedule: Schedule, runs: Runs, done: list[int], stuck: list[tuple[int, int, int]]) -> Refused:
-    """The refusal that names a cycle: each of its instructions waits for a signal of an instruction of the next one's lane (its queue, or its
+    """The refusal that names a cycle: each of its instructions waits for a signal of an instruction of the next one's chain (its queue, or its
     team's part of it), at it or behind it."""
-    ended = np.zeros(len(runs.lane), bool)
+    ended = np.zeros(len(runs.chain), bool)
     ended[done] = True
     run_of = runs.of_instruction
     signallers: dict[int, int] = {}
     for run in np.flatnonzero(~ended).tolist():
         for counter, _ in runs.signals[run]:
             signallers.setdefault(counter, run)
-    held = {int(runs.lane[run]): run for run, _, _ in stuck}
+    held = {int(runs.chain[run]): run for run, _, _ in stuck}
     wants = {run: (counter, threshold) for run, counter, threshold in stuck}
     path: list[int] = []
     run = stuck[0][0]
     while run not in path:
         path.append(run)
         blocker = signallers[wants[run][0]]
-        run = held[int(runs.lane[blocker])]
+        run = held[int(runs.chain[blocker])]
     cycle = path[path.index(run) :]
     firsts = [int(runs.order[runs.bounds[r]]) for r in cycle]
     names = []
