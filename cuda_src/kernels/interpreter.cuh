@@ -18,12 +18,13 @@
 namespace cuk {
 
 struct InterpreterArgs {
-  const int* instructions;  // [queues, per_queue, kWords]: opcode, op, task, signal, (counter, threshold)…; -1 where there is none
-  const char* records;      // [ops, kRecordBytes]
-  u32* counters;            // two sets
-  u32* epochs;              // [CTAs]: the number of the step
-  u64* events;              // [queues, per_queue, kInstructionEvents], where traced
-  u64 words_of_set;         // from a word to the same word of the other set
+  const int*
+      instructions;     // [queues, per_queue, kWords]: opcode, op, task, signal, (counter, threshold)…; -1 where there is none
+  const char* records;  // [ops, kRecordBytes]
+  u32* counters;        // two sets
+  u32* epochs;          // [CTAs]: the number of the step
+  u64* events;          // [queues, per_queue, kInstructionEvents], where traced
+  u64 words_of_set;     // from a word to the same word of the other set
   int per_queue, num_counters, num_stages, stage_bytes, shared_bytes, scratch_bytes;
 };
 
@@ -106,7 +107,8 @@ struct InterpreterPolicy {
 
 // ---- producer ----
 template <class Task, class Wait>
-__device__ void produce_task(const typename Task::Args& args, int task, RingProducer& producer, bool elected, const Wait& wait) {
+__device__ void produce_task(const typename Task::Args& args, int task, RingProducer& producer, bool elected,
+                             const Wait& wait) {
   const typename Task::Tile tile = Task::tile(args, task);
   const int chunks = Task::num_chunks(args, tile);
   int chunk = 0;
@@ -180,8 +182,8 @@ struct Consume {
       at.prepared = slot.op();
       at.iteration = 0;
       at.team.sync();  // the op before may still read what it staged
-      Task::prepare(args, Crew{static_cast<int>(at.team.thread), kTeamThreads, at.team.barrier()}, at.team, at.shared, at.scratch,
-                    policy);
+      Task::prepare(args, Crew{static_cast<int>(at.team.thread), kTeamThreads, at.team.barrier()}, at.team, at.shared,
+                    at.scratch, policy);
     } else {
       policy.wait();
     }
@@ -208,7 +210,8 @@ __device__ __forceinline__ void dispatch(int opcode, Action& action) {
 template <int kTeams, int kWords, int kRecordBytes, Ordering kOrdering, bool kTrace, class... Entries>
 __device__ void interpret(const InterpreterArgs& launch) {
   static_assert(kTeams >= 1 && kTeams <= kMaxTeams, "more teams than a CTA has threads for");
-  static_assert(kRecordBytes % 16 == 0 && kRecordBytes <= 16 * kWarpSize && kWords <= kWarpSize, "a lane fetches a word, and 16 bytes");
+  static_assert(kRecordBytes % 16 == 0 && kRecordBytes <= 16 * kWarpSize && kWords <= kWarpSize,
+                "a lane fetches a word, and 16 bytes");
   using InstructionSlot = Slot<kWords, kRecordBytes>;
   extern __shared__ __align__(1024) char smem[];
   constexpr int kConsumers = kTeams * kTeamThreads;
@@ -221,13 +224,15 @@ __device__ void interpret(const InterpreterArgs& launch) {
   char* shared = smem + kTeams * ring_bytes + index * (launch.shared_bytes + launch.scratch_bytes);
   char* after = smem + kTeams * (ring_bytes + launch.shared_bytes + launch.scratch_bytes);
   InstructionSlot* slots = reinterpret_cast<InstructionSlot*>(after) + index * kSlots;
-  u64* barriers = reinterpret_cast<u64*>(after + kTeams * kSlots * sizeof(InstructionSlot)) + index * 2 * (launch.num_stages + kSlots);
+  u64* barriers =
+      reinterpret_cast<u64*>(after + kTeams * kSlots * sizeof(InstructionSlot)) + index * 2 * (launch.num_stages + kSlots);
   u64 *fetched = barriers, *taken = barriers + kSlots, *full = taken + kSlots;
   const Ring ring{smem + index * ring_bytes, full, full + launch.num_stages, launch.num_stages, launch.stage_bytes};
 
   const u32 epoch = launch.epochs[blockIdx.x], set = epoch & 1;
-  const Step step{launch.counters + set * static_cast<u32>(launch.num_counters), set * launch.words_of_set, (set ^ 1) * launch.words_of_set};
-  const int *queue = launch.instructions + static_cast<size_t>(blockIdx.x) * static_cast<size_t>(launch.per_queue * kWords);
+  const Step step{launch.counters + set * static_cast<u32>(launch.num_counters), set * launch.words_of_set,
+                  (set ^ 1) * launch.words_of_set};
+  const int* queue = launch.instructions + static_cast<size_t>(blockIdx.x) * static_cast<size_t>(launch.per_queue * kWords);
 
   if (!is_consumer) {
     if (lane == 0) {
@@ -285,8 +290,9 @@ __device__ void interpret(const InterpreterArgs& launch) {
   Consumers at{RingConsumer{ring, {}}, Team{index, threadIdx.x % kTeamThreads}, shared, shared + launch.shared_bytes};
   named_barrier_sync(0, kTeams * kThreadsPerTeam);
   RingCursor slot;
-  u64* events = kTrace ? launch.events + (static_cast<size_t>(blockIdx.x) * static_cast<size_t>(launch.per_queue) + static_cast<size_t>(index)) *
-                                            kInstructionEvents
+  u64* events = kTrace ? launch.events + (static_cast<size_t>(blockIdx.x) * static_cast<size_t>(launch.per_queue) +
+                                          static_cast<size_t>(index)) *
+                                             kInstructionEvents
                        : nullptr;
 #pragma unroll 1
   while (true) {
