@@ -26,7 +26,7 @@ struct Projection : Matvec<kSlots, kStreamX, kChunkK> {
     const bool mine = b < a.batch && row < a.n;
     const size_t at = static_cast<size_t>(b) * a.n + row;
     bf16 residual{};  // kept as it was loaded: widening it here would wait for it
-    u64 word = 0;      // or the word that holds it, where it comes so
+    u64 word = 0;     // or the word that holds it, where it comes so
     if (kResidual && mine) {
       if constexpr (Policy::kResidualWords)
         word = peek(policy.residuals() + at / 4);
